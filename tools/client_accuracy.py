@@ -1,10 +1,10 @@
-"""How true times of `server --url` are: against a server that writes down when it sent what, in another process.
+"""Compare the times that `dcpbench server --url` measures with those in the log of a test server in another process.
 
     python -m tools.client_accuracy [-o FILE.md] [--quick] [OPTIONS OF serve, as --client processes=2]
 
-Every line says what the server knows, what dcpbench says of it, and whether they are within 2 % or 1 ms. The server and the client share
-the machine's cores, as both of them would not in earnest. Both take when bytes came from the kernel, where it says. Answers are of different lengths, so that clients do not all send at one
-moment: how long such requests then wait for the server to look is its own time, which it does not write down.
+Each line has the server's value, dcpbench's value, and whether they differ by at most 2 % or 1 ms. Server and client share the cores of
+this machine, which they do not in real use. Both take arrival times from the kernel if it has them. Answers have different lengths, so that
+the clients do not send in lock-step: requests that arrive together wait until the server reads them, and its log does not have that time.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
-NEAR, NEAR_MS, MOST_LATE_MS = 0.02, 1.0, 2.0
+TOLERANCE, TOLERANCE_MS, MAX_LATE_MS = 0.02, 1.0, 2.0
 SHARE_WITHIN = 0.99  # share of the gaps of a request that must be within an ITL objective to meet it
 SLO = {"ttft": 200.0, "itl": 60.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Hold a load, and a server for it."""
+    """Hold a load, and the flags of the server for it."""
 
     name: str
     server: str
@@ -70,8 +70,8 @@ QUICK = (Case("quick", "--ttft-ms 30 --gap-ms 20", "--concurrency 20 --output-to
 
 
 @contextlib.contextmanager
-def served(flags: str, log: Path) -> Iterator[str]:
-    """Yield the address of a server with these flags, which has written its log when the block ends."""
+def run_test_server(flags: str, log: Path) -> Iterator[str]:
+    """Start the test server with these flags and yield its address; its log is complete when the block ends."""
     command = [sys.executable, "-m", "tests.servers.fake_server", "--port", "0", "--log", str(log), *flags.split()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -82,68 +82,70 @@ def served(flags: str, log: Path) -> Iterator[str]:
             server.wait()
 
 
-def truth(log: Path, requests: int) -> list[dict[str, Any]]:
-    """Return the server's records of the load's requests, which are its last ones."""
+def read_server_log(log: Path, requests: int) -> list[dict[str, Any]]:
+    """Return the last `requests` entries of the server's log with tokens, in the order of arrival."""
     found = [json.loads(line) for line in log.read_text().splitlines()]
     return sorted((sent for sent in found if sent["token_s"]), key=lambda sent: float(sent["came_s"]))[-requests:]
 
 
-def gaps_of(token_s: list[float]) -> Floats:
-    """Return the gaps between tokens; tokens of one chunk share the time since the previous chunk evenly, and have no
-    gaps in the first.
+def compute_gaps(token_s: list[float]) -> Floats:
+    """Return the gaps between tokens in s; tokens of one chunk share the time since the previous chunk evenly, and those of
+    the first chunk have gaps of 0.
     """
     times, counts = np.unique(token_s, return_counts=True)
     shared = np.repeat(np.diff(times) / counts[1:], counts[1:])
     return np.concatenate([np.zeros(counts[0] - 1), shared])
 
 
-def check(
+def compare_metrics(
     case: Case, record: Record, sent: list[dict[str, Any]], rows: list[Any]
 ) -> list[tuple[str, float, float, bool]]:
-    """Return (name, the server's value, dcpbench's, True if they agree) for one load."""
+    """Return (metric, the server's value, dcpbench's value, True if they agree) for each metric of one load."""
     assert record.serve is not None
     m = record.serve
     first = np.array([s["token_s"][0] - s["came_s"] for s in sent]) * 1e3
-    gaps = np.concatenate([gaps_of(s["token_s"]) for s in sent]) * 1e3
+    gaps = np.concatenate([compute_gaps(s["token_s"]) for s in sent]) * 1e3
     wall = max(s["token_s"][-1] for s in sent) - min(s["came_s"] for s in sent)
     tokens = sum(len(s["token_s"]) for s in sent)
     good = sum(
-        first[i] <= SLO["ttft"] and np.mean(gaps_of(s["token_s"]) * 1e3 <= SLO["itl"]) >= SHARE_WITHIN
+        first[i] <= SLO["ttft"] and np.mean(compute_gaps(s["token_s"]) * 1e3 <= SLO["itl"]) >= SHARE_WITHIN
         for i, s in enumerate(sent)
     )
-    told: list[tuple[str, float, float | None]] = [
+    values: list[tuple[str, float, float | None]] = [
         ("TTFT p50 ms", float(np.median(first)), m.ttft_ms.p50),
         ("ITL p50 ms", float(np.median(gaps)), m.itl_ms.p50),
         ("ITL p99 ms", float(np.percentile(gaps, 99)), m.itl_ms.p99),
         ("output tok/s", tokens / wall, m.output_tok_s),
         ("goodput req/s", good / wall, m.goodput_s),
     ]
-    found = [
+    compared = [
         (
-            what,
+            metric,
             true,
             ours or 0.0,
-            abs((ours or 0.0) - true) <= max(NEAR * true, NEAR_MS if what.endswith("ms") else 0.0),
+            abs((ours or 0.0) - true) <= max(TOLERANCE * true, TOLERANCE_MS if metric.endswith("ms") else 0.0),
         )
-        for what, true, ours in told
+        for metric, true, ours in values
     ]
     if "request-rate" in case.load:
         due = sorted(row.submitted_s for row in rows)
         late = np.array([s["came_s"] - d for s, d in zip(sent, due, strict=True)])
         late_ms = float(np.percentile((late - late.min()) * 1e3, 99))
-        found.append(("arrival after it was due, p99 ms", 0.0, late_ms, late_ms <= MOST_LATE_MS))
-    return found
+        compared.append(("arrival after the scheduled time, p99 ms", 0.0, late_ms, late_ms <= MAX_LATE_MS))
+    return compared
 
 
-def measured(case: Case, folder: Path, more: Sequence[str] = ()) -> tuple[Record, list[tuple[str, float, float, bool]]]:
-    """Measure and check one case."""
+def measure_case(
+    case: Case, folder: Path, extra: Sequence[str] = ()
+) -> tuple[Record, list[tuple[str, float, float, bool]]]:
+    """Measure one case; return its record and the compared metrics."""
     log, run = folder / "sent.jsonl", folder / "run"
     slo = ",".join(f"{name}={ms:g}" for name, ms in SLO.items())
-    with served(case.server, log) as url:
-        words = f"server --url {url} --device cpu --num-requests {case.requests} --input-tokens 100 {case.load} --slo {slo} -o {run}"
+    with run_test_server(case.server, log) as url:
+        command_line = f"server --url {url} --device cpu --num-requests {case.requests} --input-tokens 100 {case.load} --slo {slo} -o {run}"
         environment = os.environ | {"PYTHONPATH": str(Path.cwd())}
         subprocess.run(
-            [sys.executable, "-m", "dcpbench.cli", *words.split(), *more],
+            [sys.executable, "-m", "dcpbench.cli", *command_line.split(), *extra],
             check=True,
             capture_output=True,
             env=environment,
@@ -151,33 +153,33 @@ def measured(case: Case, folder: Path, more: Sequence[str] = ()) -> tuple[Record
     (record,) = read_run(run).records
     assert record.serve is not None
     rows = read_samples(run / record.serve.samples_file)
-    return record, check(case, record, truth(log, case.requests), rows)
+    return record, compare_metrics(case, record, read_server_log(log, case.requests), rows)
 
 
 def main() -> int:
-    """Measure all cases; return 1 if one differs too much."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    asked, more = parser.parse_known_args()
-    lines = ["| load | what | server | dcpbench | within 2 % or 1 ms |", "|---|---|---:|---:|---|"]
+    """Measure all cases and print the table; return 1 if a metric differs too much."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, help="also write the table to this file")
+    parser.add_argument("--quick", action="store_true", help="measure one short load")
+    args, extra = parser.parse_known_args()
+    lines = ["| load | metric | server | dcpbench | within 2 % or 1 ms |", "|---|---|---:|---:|---|"]
     right = True
-    for case in QUICK if asked.quick else CASES:
+    for case in QUICK if args.quick else CASES:
         with tempfile.TemporaryDirectory() as folder:
-            record, found = measured(case, Path(folder), more)
-        for what, true, ours, ok in found:
+            record, found = measure_case(case, Path(folder), extra)
+        for metric, true, ours, ok in found:
             right &= ok
-            lines.append(f"| {case.name} | {what} | {true:,.2f} | {ours:,.2f} | {'yes' if ok else '**no**'} |")
+            lines.append(f"| {case.name} | {metric} | {true:,.2f} | {ours:,.2f} | {'yes' if ok else '**no**'} |")
         client = record.server.client if record.server else None
         if client is not None:
             lines.append(
-                f"| {case.name} | client: CPU, without a core, sent late, lag, read late p99 ms | | {client.cpu_share:.0%}, {client.starved_share or 0:.0%}, {client.late_p99_ms or 0:.2f}, {client.lag_p99_ms or 0:.2f}, {client.read_late_p99_ms or 0:.2f} | |"
+                f"| {case.name} | client: CPU, waiting for a core, sent late, lag, read late p99 ms | | {client.cpu_share:.0%}, {client.starved_share or 0:.0%}, {client.late_p99_ms or 0:.2f}, {client.lag_p99_ms or 0:.2f}, {client.read_late_p99_ms or 0:.2f} | |"
             )
     checks = [line for line in lines if line.endswith((" yes |", " **no** |"))]
-    text = "\n".join(lines) + f"\n\n{sum(line.endswith(' yes |') for line in checks)} of {len(checks)} hold.\n"
+    text = "\n".join(lines) + f"\n\n{sum(line.endswith(' yes |') for line in checks)} of {len(checks)} agree.\n"
     sys.stdout.write(text)
-    if asked.output:
-        asked.output.write_text(text)
+    if args.output:
+        args.output.write_text(text)
     return 0 if right else 1
 
 

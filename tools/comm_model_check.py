@@ -1,10 +1,11 @@
-"""Print the communication model and its errors against records of 2 and 4 GPUs under results/, in Markdown.
+"""Print the errors of the communication model against records of 2 and 4 GPUs under results/, in Markdown.
 
 python -m tools.comm_model_check
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from typing import TYPE_CHECKING, NamedTuple
@@ -39,14 +40,14 @@ RUNS = [*(run for folder in FOLDERS for run in sorted(folder.iterdir())), *PUBLI
 BAR = 0.1
 ITEMSIZE = 2  # bytes per number of queries and partial outputs, also over e4m3
 INSIDE = (
-    "One layer's exchange (phases `q_gather` and `merge` of a profiled step, divided by the layers), of runs on two and four "
-    "H200, against the model. **{within} of {all} are within {bar:.0%}**; no step took part in it: benches alone were fitted to, "
-    "and exchanges have no factor inside steps. Of weights in bf16 it is {bf16}. The largest error is {worst}."
+    "The exchange of one layer (phases `q_gather` and `merge` of a profiled step, divided by the layers) in runs on two and four H200, "
+    "compared with the model. **{within} of {all} are within {bar:.0%}**. The model is fitted to benches alone, without these steps, and "
+    "has no factor for exchanges inside steps. With bf16 weights {bf16} are within it. The largest error is {worst}."
 )
 
 
 class Row(NamedTuple):
-    """Hold one layer's exchange inside a step."""
+    """Hold the exchange of one layer inside a step, measured and modelled."""
 
     run: str  # name of the run's folder below results
     point: Point
@@ -54,13 +55,13 @@ class Row(NamedTuple):
     modelled_us: float
 
     @property
-    def off(self) -> float:
-        """Return modelled over measured, minus 1."""
+    def error(self) -> float:
+        """Return the error of the model: modelled over measured, minus 1."""
         return self.modelled_us / self.measured_us - 1
 
 
-def layers(run: str, records: Iterable[Record]) -> Iterator[Row]:
-    """Yield the exchanges of all steps that have one."""
+def list_exchanges(run: str, records: Iterable[Record]) -> Iterator[Row]:
+    """Yield one layer's exchange of each profiled step with DCP."""
     comm_model = load_built_in(MEASURED_ON).comm_model.in_step
     for record in records:
         point, phases, conditions = record.point, record.phases, record.conditions
@@ -77,61 +78,64 @@ def layers(run: str, records: Iterable[Record]) -> Iterator[Row]:
         yield Row(run, point, measured, modelled)
 
 
-def within(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows for which the model is right."""
-    return [row for row in rows if abs(row.off) <= BAR]
+def select_within(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows for which the error is at most BAR."""
+    return [row for row in rows if abs(row.error) <= BAR]
 
 
-def by_exchange(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield how many rows are within the bar, and the median of measured over modelled, by exchange."""
+def format_exchange_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines of a table by exchange: rows within the bar, and the median of measured over modelled."""
     yield f"| exchange | ranks | steps | within {BAR:.0%} | measured over modelled, median |"
     yield "|---|---:|---:|---:|---:|"
     for exchange, ranks in sorted({(row.point.exchange, row.point.dcp) for row in rows}):
-        of = [row for row in rows if (row.point.exchange, row.point.dcp) == (exchange, ranks)]
-        median = statistics.median(row.measured_us / row.modelled_us for row in of)
-        yield f"| `{exchange}` | {ranks} | {len(of)} | {len(within(of))} | {median:.2f} |"
+        same = [row for row in rows if (row.point.exchange, row.point.dcp) == (exchange, ranks)]
+        median = statistics.median(row.measured_us / row.modelled_us for row in same)
+        yield f"| `{exchange}` | {ranks} | {len(same)} | {len(select_within(same))} | {median:.2f} |"
 
 
-def _named(run: Path) -> str:
+def _format_run(run: Path) -> str:
     return str(run.relative_to(RESULTS))
 
 
 def format_quality_table(found: Iterable[Quality]) -> str:
-    """Return the quality of each call as a table in Markdown."""
+    """Format the quality of the fit of each call as a Markdown table."""
     rows = [COLUMNS, tuple("---" for _ in COLUMNS), *map(format_row, found)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"
 
 
-def main() -> int:
-    """Print the tables."""
+def main(arguments: Sequence[str]) -> int:
+    """Print both tables."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
+        arguments
+    )
     machine = load_built_in(MEASURED_ON)
-    found = [row for run in RUNS for row in layers(_named(run), read_run(run).records)]
+    found = [row for run in RUNS for row in list_exchanges(_format_run(run), read_run(run).records)]
     bf16 = [row for row in found if row.point.weights_precision == "bf16"]
-    worst = max(found, key=lambda row: abs(row.off))
+    worst = max(found, key=lambda row: abs(row.error))
     lines = [
         f"Hardware: {machine.measured}.",
         "",
-        "## Without the measurement at hand",
+        "## Predictions without the measurement itself",
         "",
-        "Errors are those of predicting a size without it, and the most ranks from fewer; docs/comm-model.md has the formula.",
+        "Each size is predicted from the other sizes, and the largest number of ranks from smaller ones. The formula: docs/comm-model.md.",
         "",
         format_quality_table(compute_quality(machine.comm_model.calls.values())),
         "## Inside a step",
         "",
         INSIDE.format(
-            within=len(within(found)),
+            within=len(select_within(found)),
             all=len(found),
             bar=BAR,
-            bf16=f"{len(within(bf16))} of {len(bf16)}",
-            worst=f"{worst.off:+.0%}, {emulation_live.name(worst.point)}",
+            bf16=f"{len(select_within(bf16))} of {len(bf16)}",
+            worst=f"{worst.error:+.0%}, {emulation_live.format_point(worst.point)}",
         ),
         "",
-        *by_exchange(found),
+        *format_exchange_table(found),
         "",
-        "| run | point | measured µs | modelled µs | off by |",
+        "| run | point | measured µs | modelled µs | error |",
         "|---|---|---:|---:|---:|",
         *(
-            f"| {row.run} | {emulation_live.name(row.point)} | {row.measured_us:.1f} | {row.modelled_us:.1f} | {row.off:+.0%} |"
+            f"| {row.run} | {emulation_live.format_point(row.point)} | {row.measured_us:.1f} | {row.modelled_us:.1f} | {row.error:+.0%} |"
             for row in found
         ),
     ]
@@ -140,4 +144,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -2,8 +2,8 @@
 
     python -m tools.coverage -o docs/coverage.md
 
-Everything is asked of the planner: models, weight formats and options are those that the package declares, and a letter stands where
-points of that kind pass its checks. Run it after a change to a declaration; a test compares the page.
+The planner decides each cell: models, weight formats and options are those that the package declares, and a cell has a letter if points of
+that kind pass the planner's checks. Run it after a change to a declaration; a test compares the page.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 LIVE, REPLAYED, EMULATED, PLANNED, SERVED = LETTERS = "LREPS"
 NONE, UNKNOWN = "–", "?"
 MACHINE, GPUS = "H200", 8
-WHOLE_MODEL = [{"tp": tp, "dcp": 1} for tp in (8, 4, 2, 1)]  # small models use fewer GPUs; fp8 blocks are never split
-PARALLEL: dict[str, list[dict[str, Any]]] = {  # options of the layouts of each kind that are tried
+WHOLE_MODEL = [
+    {"tp": tp, "dcp": 1} for tp in (8, 4, 2, 1)
+]  # small models use fewer GPUs, because fp8 blocks are never split
+PARALLEL: dict[str, list[dict[str, Any]]] = {  # options of the tried layouts of each kind
     "tp": [{"tp": tp, "dcp": 1} for tp in (8, 4, 2)],
     "tp, ep": [{"tp": tp, "dcp": 1, "ep": MOE_EP} for tp in (8, 4, 2)],
     "dcp": [{"tp": tp, "dcp": dcp} for tp in (8, 4, 2) for dcp in (2, tp)],
@@ -72,23 +74,25 @@ Written by `python -m tools.coverage -o docs/coverage.md`; do not edit. The plan
 
 @functools.cache
 def plan_points(model: str, served: bool, gpus: int, **options: Any) -> tuple[Candidate, ...]:  # noqa: ANN401 -- options
-    """Return the points that options make on a machine with so many GPUs; none if the options are refused."""
+    """Return the points of these options on a machine with this many GPUs; none if the options are refused."""
     probe = make_planned_probe(MACHINE, gpus)
     make = make_serve_spec if served else make_spec
-    given = {"model": model, "baseline": False} | ({} if served else {"concurrency": 8, "context": 4000}) | options
+    all_options = (
+        {"model": model, "baseline": False} | ({} if served else {"concurrency": 8, "context": 4000}) | options
+    )
     try:
-        return tuple(expand_grid(make(given, probe), probe))
+        return tuple(expand_grid(make(all_options, probe), probe))
     except DcpbenchError:
         return ()
 
 
 def is_planned(model: str, *, served: bool = False, gpus: int = GPUS, **options: Any) -> bool:  # noqa: ANN401 -- options
-    """Return whether such a point passes the planner's checks."""
+    """Return True if a point of these options passes the planner's checks."""
     return any(found.error is None for found in plan_points(model, served, gpus, **options))
 
 
 def list_letters(model: str, options: Mapping[str, Any]) -> str:
-    """Return the letters of decode steps with these options, for a model that the engine may not compute."""
+    """Return the letters of decode steps of a model with these options."""
     weights = options.get("weights_dtype", "published")
     shape = load_shape(model)
     name = shape.published.name if weights == "published" else weights
@@ -107,49 +111,51 @@ def list_letters(model: str, options: Mapping[str, Any]) -> str:
     return "".join(letter for letter, covered in found.items() if covered)
 
 
-def find_best(models: Sequence[str], tried: Sequence[Mapping[str, Any]], **more: Any) -> str:  # noqa: ANN401 -- options
-    """Return all letters that any of the models has with any of these options; UNKNOWN without a model."""
-    found = {letter for model in models for options in tried for letter in list_letters(model, {**options, **more})}
+def list_best_letters(models: Sequence[str], options_list: Sequence[Mapping[str, Any]], **common: Any) -> str:  # noqa: ANN401 -- options
+    """Return the letters that any of the models has with any of these options; UNKNOWN without a model."""
+    found = {
+        letter for model in models for options in options_list for letter in list_letters(model, {**options, **common})
+    }
     return "".join(letter for letter in LETTERS if letter in found) or (NONE if models else UNKNOWN)
 
 
 def list_models(family: Family) -> list[str]:
-    """Return the published models of a family; without any, those of the first family whose config.json is read alike."""
-    alike = [family, *(other for other in FAMILIES if other.parse_shape is family.parse_shape)]
-    presets = next((one.presets for one in alike if one.presets), ())
+    """Return the published models of a family or, without any, of the first family with the same parser of config.json."""
+    families = [family, *(other for other in FAMILIES if other.parse_shape is family.parse_shape)]
+    presets = next((one.presets for one in families if one.presets), ())
     return [preset.shape.name for preset in presets]
 
 
 def format_models(family: Family) -> str:
-    """Return the published models of a family by their names on the command line."""
+    """Format the names of a family's published models on the command line."""
     names = list(itertools.chain.from_iterable(preset.repositories for preset in family.presets))
     return ", ".join(f"`{name}`" for name in names) or "by config.json"
 
 
-def iter_models() -> Iterator[str]:
+def format_models_table() -> Iterator[str]:
     """Yield the table of families by weight format, and the models that are refused by name."""
     formats = (BF16, *WEIGHT_FORMATS)
     yield f"## Models and weights\n\n| family | `model_type` | models | {' | '.join(formats)} |\n|---|---|---|{'---|' * len(formats)}"
     for family in FAMILIES:
-        cells = [find_best(list_models(family), WHOLE_MODEL, weights_dtype=name) for name in formats]
+        cells = [list_best_letters(list_models(family), WHOLE_MODEL, weights_dtype=name) for name in formats]
         yield f"| {family.title} | `{family.model_type}` | {format_models(family)} | {' | '.join(cells)} |"
     yield f"\nRefused by name, with the reason: {', '.join(f'`{name}`' for name in NOT_PLANNED)}."
 
 
-def iter_layouts() -> Iterator[str]:
+def format_layouts_table() -> Iterator[str]:
     """Yield the table of families by kind of layout, in the published weights."""
     yield f"\n## Layouts, in the published weights\n\n| family | {' | '.join(PARALLEL)} |\n|---|{'---|' * len(PARALLEL)}"
     rows: dict[tuple[str, ...], list[str]] = {}
     for family in FAMILIES:
-        cells = tuple(find_best(list_models(family), tried) for tried in PARALLEL.values())
+        cells = tuple(list_best_letters(list_models(family), tried) for tried in PARALLEL.values())
         rows.setdefault(cells, []).append(family.title)
     yield from (f"| {', '.join(titles)} | {' | '.join(cells)} |" for cells, titles in rows.items())
 
 
-def iter_loads() -> Iterator[str]:
+def format_loads_table() -> Iterator[str]:
     """Yield the table of loads, for DeepSeek-V3."""
     yield "\n## Loads, with DeepSeek-V3 at tp8\n\n| covered | loads |\n|---|---|"
-    rows: dict[str, list[str]] = {find_best(["deepseek-v3"], WHOLE_MODEL[:1]): ["decode steps"]}
+    rows: dict[str, list[str]] = {list_best_letters(["deepseek-v3"], WHOLE_MODEL[:1]): ["decode steps"]}
     for name, options in LOADS.items():
         same = {"tp": 8, "dcp": 1, **options}
         letters = {
@@ -163,22 +169,22 @@ def iter_loads() -> Iterator[str]:
     yield "\n`dcpbench server` sends the same requests to a server."
 
 
-def render() -> str:
-    """Return the page."""
+def format_page() -> str:
+    """Format the page."""
     engines = format_list([ENGINE_NAMES[name] for name, engine in PRESETS.items() if SYNTHETIC in engine.weights])
     head = HEAD.format(gpus=GPUS, machine=MACHINE, engines=engines, none=NONE, unknown=UNKNOWN)
-    return "\n".join([head, *iter_models(), *iter_layouts(), *iter_loads()]) + "\n"
+    return "\n".join([head, *format_models_table(), *format_layouts_table(), *format_loads_table()]) + "\n"
 
 
 def main() -> int:
     """Print the page, or write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("-o", "--output", type=Path, help="page to write; default: stdout")
     output = parser.parse_args().output
     if output:
-        output.write_text(render(), encoding="utf-8")
+        output.write_text(format_page(), encoding="utf-8")
     else:
-        sys.stdout.write(render())
+        sys.stdout.write(format_page())
     return 0
 
 

@@ -1,11 +1,11 @@
-"""Hold emulated points against all ranks of the same GPUs: communication is measured first, then both run, and are compared.
+"""Compare emulated points with live ones of all ranks on the same GPUs, after measuring the communication between them.
 
     python -m tools.emulation_live -o FOLDER [--ranks 2] [--model deepseek-v3] [--more "--weights-dtype bf16"] [--compare]
     python -m tools.emulation_live --live RUN... --emulated RUN...
 
-The second form compares runs that were measured, needs no GPU and writes no file. The first
-needs as many GPUs as ranks. FOLDER gets the benches of communication and machine file, a run of each kind and check.md, written by
---compare alone from what lies there. Live and emulated runs take turns, layout by layout. Bar: 5 % of the step time.
+The first form needs as many GPUs as ranks. FOLDER gets the communication benches, the machine file, a run of each kind and check.md.
+Live and emulated runs alternate, layout by layout. With --compare it only writes check.md from the runs in FOLDER. The second form
+compares measured runs, needs no GPU and writes no file. The limit of the error is 5 % of the step time.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ LIVE, EMULATED = "live", "emulated"
 MACHINE = "machine.toml"  # file in the folder that `bench calibrate` writes
 
 
-class Step(NamedTuple):
-    """Hold one command: the arguments of `dcpbench`."""
+class Command(NamedTuple):
+    """Hold the arguments of one `dcpbench` command."""
 
-    words: list[str]
+    arguments: list[str]
     only_one: bool = False  # True if the command sees only the first GPU
 
 
-def _run(step: Step) -> None:
-    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if step.only_one else {})
-    sys.stdout.write(f"$ dcpbench {shlex.join(step.words)}\n")
+def _run_command(command: Command) -> None:
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if command.only_one else {})
+    sys.stdout.write(f"$ dcpbench {shlex.join(command.arguments)}\n")
     sys.stdout.flush()
-    subprocess.run([sys.executable, "-m", "dcpbench.cli", *step.words], check=False, env=environment)
+    subprocess.run([sys.executable, "-m", "dcpbench.cli", *command.arguments], check=False, env=environment)
 
 
-def list_bench_steps(folder: Path, ranks: int) -> list[Step]:
-    """Return benchmarks of the calls between this many GPUs, and the command `bench calibrate` that makes the machine file
-    from them.
+def list_bench_commands(folder: Path, ranks: int) -> list[Command]:
+    """Return the benches of communication between this many GPUs, and the command `bench calibrate` that writes the machine
+    file from them.
     """
     folders = {bench: str(folder / f"{bench}-{ranks}") for bench in ("collectives", "exchange")}
     variants = ",".join([*COLLECTIVES, *REGISTERED_COLLECTIVES])
-    more = {
+    options = {
         "collectives": ["--variant", variants],
         "exchange": ["--heads", "64,128", "--variant", ",".join(EXCHANGES)],
     }
     benches = [
-        Step(
+        Command(
             [
                 "bench",
                 bench,
@@ -73,86 +73,90 @@ def list_bench_steps(folder: Path, ranks: int) -> list[Step]:
                 REQUESTS,
                 "--seconds",
                 "0.1",
-                *more[bench],
+                *options[bench],
                 "-o",
-                there,
+                output,
                 "--force",
             ]
         )
-        for bench, there in folders.items()
+        for bench, output in folders.items()
     ]
-    made = ["bench", "calibrate", *folders.values(), "-o", str(folder / MACHINE), "--force"]
-    return [*benches, Step(made)]
+    calibrate = ["bench", "calibrate", *folders.values(), "-o", str(folder / MACHINE), "--force"]
+    return [*benches, Command(calibrate)]
 
 
-def layouts(ranks: int, exchange: str) -> dict[str, list[str]]:
-    """Return the options of plain tp and dcp, and of dp."""
+def list_layouts(ranks: int, exchange: str) -> dict[str, list[str]]:
+    """Return the options of the compared layouts by name: `dcp` without and with DCP, `dp` with attention DP."""
     return {"dcp": ["--dcp", f"1,{ranks}", "--exchange", exchange], "dp": ["--dp", str(ranks), "--dcp", "1"]}
 
 
-def both(folder: Path, machine: Path | str, model: str, ranks: int, name: str, words: list[str]) -> list[Step]:
-    """Return a sweep of one layout of `layouts`, live and then emulated; `words` are its other options."""
-    common = ["sweep", "--model", model, "--tp", str(ranks), *words, "--no-baseline"]
+def list_sweeps(
+    folder: Path, machine: Path | str, model: str, ranks: int, name: str, options: list[str]
+) -> list[Command]:
+    """Return the live and the emulated sweep of one entry of `list_layouts`; `options` are the layout's options and the load."""
+    common = ["sweep", "--model", model, "--tp", str(ranks), *options, "--no-baseline"]
     return [
-        Step([*common, "-o", str(folder / f"{LIVE}-{model}-{name}"), "--resume"]),
-        Step(
+        Command([*common, "-o", str(folder / f"{LIVE}-{model}-{name}"), "--resume"]),
+        Command(
             [*common, "--emulate", str(machine), "-o", str(folder / f"{EMULATED}-{model}-{name}"), "--resume"],
             only_one=True,
         ),
     ]
 
 
-def measure(folder: Path, asked: argparse.Namespace) -> None:
+def measure(folder: Path, args: argparse.Namespace) -> None:
     """Measure communication, then every layout live and emulated."""
     machine = folder / MACHINE
     if not machine.exists():
-        for step in list_bench_steps(folder, asked.ranks):
-            _run(step)
-    load = ["--concurrency", asked.concurrency, "--context", asked.context, "--seconds", asked.seconds]
-    for model in asked.model.split(","):
-        for name, words in layouts(asked.ranks, asked.exchange).items():
-            for step in both(folder, machine, model, asked.ranks, name, [*words, *shlex.split(asked.more), *load]):
-                _run(step)
+        for command in list_bench_commands(folder, args.ranks):
+            _run_command(command)
+    load = ["--concurrency", args.concurrency, "--context", args.context, "--seconds", args.seconds]
+    for model in args.model.split(","):
+        for name, options in list_layouts(args.ranks, args.exchange).items():
+            for command in list_sweeps(
+                folder, machine, model, args.ranks, name, [*options, *shlex.split(args.more), *load]
+            ):
+                _run_command(command)
 
 
-def _key(point: Point) -> Point:
-    """Return the point without `emulate`, which both sides share."""
+def _make_key(point: Point) -> Point:
+    """Return the point without `emulate`, as a key that live and emulated points share."""
     return msgspec.structs.replace(point, emulate=None)
 
 
-def measured(folders: Iterable[Path]) -> list[Record]:
-    """Return the measured decode records of these runs."""
-    records = [r for there in folders if (there / "records.jsonl").exists() for r in read_run(there).records]
+def read_measured(folders: Iterable[Path]) -> list[Record]:
+    """Return the successful decode records of these runs."""
+    records = [r for folder in folders if (folder / "records.jsonl").exists() for r in read_run(folder).records]
     return [r for r in records if r.outcome == "ok" and r.metrics is not None]
 
 
-def pairs(live: Iterable[Record], emulated: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
-    """Yield (live, emulated) of each point that ran both ways."""
-    its = {_key(r.point): r for r in emulated}
-    for key, mine in {_key(r.point): r for r in live}.items():
-        if key in its:
-            yield mine, its[key]
+def pair_points(live: Iterable[Record], emulated: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
+    """Yield the live and the emulated record of each point that has both."""
+    by_key = {_make_key(r.point): r for r in emulated}
+    for key, record in {_make_key(r.point): r for r in live}.items():
+        if key in by_key:
+            yield record, by_key[key]
 
 
-def name(point: Point) -> str:
-    """Return the name of a point in the table: `deepseek-v3 tp2·dcp2 ep2 symm fp8/fp8, 8 × 4,000`."""
+def format_point(point: Point) -> str:
+    """Format a point for the table, such as `deepseek-v3 tp2·dcp2 ep2 symm fp8/fp8, 8 × 4,000`."""
     precision = f"{point.weights_precision}/{point.kv_precision}"
-    who = (point.model, point.layout_name, point.ep_label, point.format_exchange_label(), precision)
-    return f"{' '.join(filter(None, who))}, {format_point_load(point)}"
+    parts = (point.model, point.layout_name, point.ep_label, point.format_exchange_label(), precision)
+    return f"{' '.join(filter(None, parts))}, {format_point_load(point)}"
 
 
 COLUMNS = (
     "point",
     "live ms",
     "emulated ms",
-    "off by",
+    "error",
     "gaps between kernels, µs",
-    "phases that are off by more than 5 % of themselves and 0.5 % of the step",
+    "phases with an error above 5 % of the phase and 0.5 % of the step",
 )
 
 
 class Pair(NamedTuple):
-    """Hold a point that ran both ways, with its two step times."""
+    """Hold the live and the emulated record of a point."""
 
     live: Record
     emulated: Record
@@ -166,9 +170,9 @@ class Pair(NamedTuple):
 
     @property
     def gap_share(self) -> float:
-        """Return how much longer or shorter the emulated gaps between kernels are, as a share of the live step.
+        """Return the difference of the gaps between kernels, emulated minus live, as a share of the live step.
 
-        Gaps depend on what a process has run before (docs/methodology.md), not on the layout. 0 if one was not profiled.
+        Gaps depend on what a process has run before (docs/methodology.md), not on the layout. 0 if a record has no profile.
         """
         live, emulated = self.live.phases, self.emulated.phases
         if live is None or emulated is None:
@@ -176,22 +180,22 @@ class Pair(NamedTuple):
         return (emulated.idle_us / emulated.kernels - live.idle_us / live.kernels) * live.kernels / live.step_us
 
 
-def table(found: Iterable[tuple[Record, Record]]) -> list[str]:
-    """Return the rows of `pairs`, and how many are within the bar; those with unequal gaps between kernels are counted apart."""
-    rows = [Pair(*both) for both in found]
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---|---:|---:|---:|---:|---|", *map(_row, rows), ""]
+def format_table(pairs: Iterable[tuple[Record, Record]]) -> list[str]:
+    """Format the pairs as a table, and count those within the limit, separately for pairs with unequal gaps between kernels."""
+    rows = [Pair(*pair) for pair in pairs]
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---|---:|---:|---:|---:|---|", *map(_format_row, rows), ""]
     equal = [row for row in rows if abs(row.gap_share) <= UNEQUAL]
-    lines.append(f"{_within(equal)}.")
-    if apart := [row for row in rows if abs(row.gap_share) > UNEQUAL]:
-        shares = [row.gap_share for row in apart]
+    lines.append(f"{_format_within(equal)}.")
+    if unequal := [row for row in rows if abs(row.gap_share) > UNEQUAL]:
+        shares = [row.gap_share for row in unequal]
         lines.append(
             f"With gaps between kernels that differ by more than {UNEQUAL:.0%} of a step ({min(shares):+.1%} to {max(shares):+.1%}): "
-            f"{_within(apart)}."
+            f"{_format_within(unequal)}."
         )
     return lines
 
 
-def _row(row: Pair) -> str:
+def _format_row(row: Pair) -> str:
     live, emulated = row.live, row.emulated
     assert live.metrics is not None
     assert emulated.metrics is not None
@@ -199,51 +203,55 @@ def _row(row: Pair) -> str:
     if live.phases and emulated.phases:
         gaps = " → ".join(f"{p.idle_us / p.kernels:.2f}" for p in (live.phases, emulated.phases))
     cells = (
-        name(live.point),
+        format_point(live.point),
         f"{live.metrics.step_ms.median:.2f}",
         f"{emulated.metrics.step_ms.median:.2f}",
         f"{row.error:+.1%}",
         gaps,
-        ", ".join(_phases(live, emulated)),
+        ", ".join(_list_wrong_phases(live, emulated)),
     )
     return f"| {' | '.join(cells)} |"
 
 
-def _within(rows: list[Pair]) -> str:
-    """Return `24 of 24 within 5%, off by -1.3% to +1.6%`."""
+def _format_within(rows: list[Pair]) -> str:
+    """Format the number of pairs within the limit, such as `24 of 24 within 5%, off by -1.3% to +1.6%`."""
     errors = [row.error for row in rows]
     text = f"{sum(abs(e) <= BAR for e in errors)} of {len(errors)} within {BAR:.0%}"
     return f"{text}, off by {min(errors):+.1%} to {max(errors):+.1%}" if errors else text
 
 
-def _phases(live: Record, emulated: Record) -> Iterator[str]:
+def _list_wrong_phases(live: Record, emulated: Record) -> Iterator[str]:
     if live.phases is None or emulated.phases is None:
         return
     step = live.phases.step_us
     for name, us in live.phases.phase_us.items():
-        its = emulated.phases.phase_us.get(name, 0.0)
-        if abs(its - us) > max(0.05 * us, 0.005 * step):
-            yield f"{name} {us / 1e3:.2f} → {its / 1e3:.2f}"
+        emulated_us = emulated.phases.phase_us.get(name, 0.0)
+        if abs(emulated_us - us) > max(0.05 * us, 0.005 * step):
+            yield f"{name} {us / 1e3:.2f} → {emulated_us / 1e3:.2f}"
 
 
-def _compare_runs(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
-    """Print the table of runs that were measured before."""
-    for run in (*asked.live, *asked.emulated):
+def _compare_runs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Print the table of existing runs."""
+    for run in (*args.live, *args.emulated):
         if not (run / "records.jsonl").is_file():
-            parser.error(f"{run} holds no records.jsonl; unpack results first: python -m tools.results unpack")
-    found = list(pairs(measured(asked.live), measured(asked.emulated)))
+            parser.error(f"{run} has no records.jsonl; unpack results first: python -m tools.results unpack")
+    found = list(pair_points(read_measured(args.live), read_measured(args.emulated)))
     if not found:
-        parser.error("no point ran both ways; name runs of the same layouts, loads and precision")
-    sys.stdout.write("\n".join(table(found)) + "\n")
+        parser.error("no point has a live and an emulated record; name runs of the same layouts, loads and precision")
+    sys.stdout.write("\n".join(format_table(found)) + "\n")
     return 0
 
 
 def main() -> int:
-    """Measure and compare."""
+    """Measure all layouts live and emulated, and compare them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument(
-        "--live", type=Path, nargs="+", default=[], help="runs of all ranks; of a point in several the last counts"
+        "--live",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="runs of all ranks; if several have a point, the last one is used",
     )
     parser.add_argument("--emulated", type=Path, nargs="+", default=[], help="runs of one rank")
     parser.add_argument("--ranks", type=int, default=2)
@@ -253,18 +261,18 @@ def main() -> int:
     parser.add_argument("--context", default="4000,32000")
     parser.add_argument("--seconds", default="1")
     parser.add_argument("--more", default="", help="other options of both sweeps, in quotes")
-    parser.add_argument("--compare", action="store_true")
-    asked = parser.parse_args()
-    if asked.live or asked.emulated:
-        return _compare_runs(parser, asked)
-    if asked.output is None:
+    parser.add_argument("--compare", action="store_true", help="only write check.md from the runs in FOLDER")
+    args = parser.parse_args()
+    if args.live or args.emulated:
+        return _compare_runs(parser, args)
+    if args.output is None:
         parser.error("name a folder with -o, or runs to compare with --live and --emulated")
-    asked.output.mkdir(parents=True, exist_ok=True)
-    if not asked.compare:
-        measure(asked.output, asked)
-    live, emulated = (measured(sorted(asked.output.glob(f"{kind}-*"))) for kind in (LIVE, EMULATED))
-    text = "\n".join(table(pairs(live, emulated))) + "\n"
-    (asked.output / "check.md").write_text(text)
+    args.output.mkdir(parents=True, exist_ok=True)
+    if not args.compare:
+        measure(args.output, args)
+    live, emulated = (read_measured(sorted(args.output.glob(f"{kind}-*"))) for kind in (LIVE, EMULATED))
+    text = "\n".join(format_table(pair_points(live, emulated))) + "\n"
+    (args.output / "check.md").write_text(text)
     sys.stdout.write(text)
     return 0
 

@@ -1,11 +1,11 @@
-"""Count how often `dcpbench verify --engine` finds planted faults of a stand-in engine, and calls a right one wrong.
+"""Count how often `dcpbench verify --engine` finds injected faults of a stand-in engine, and how often it rejects a correct one.
 
     python -m tools.engine_faults --runs 10 [--cases right,cache] [--results FILE.jsonl]
 
-Each run starts two or three servers (tests/servers/dcp_engine.py), with another seed. A fault is found if the verdict is DIFFER and the
-smallest setting that shows it is the one at which it begins. It ends with 1 if a fault was missed, if a right engine was called DIFFER, or if
-one with noise as of bf16 was not called AGREE; with noise as of fp8, or as of vLLM with fp8 and experts (flips), it may also be UNDECIDED.
-FILE gets a line for each run, and its earlier lines are counted.
+Each run starts two or three servers (tests/servers/dcp_engine.py) with another seed. A fault is found if the verdict is DIFFER and the
+smallest setting in the verdict is the one at which the fault begins. A correct engine must get AGREE with the noise of bf16; with the noise
+of fp8, or of vLLM with fp8 and experts (flips), UNDECIDED is allowed, too. Exit code 1: a fault was missed, or a correct engine got another
+verdict. FILE gets a line for each run, and its earlier lines are counted.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ RIGHT, RIGHT_FP8, RIGHT_FLIPS = "right", "right fp8", "right flips"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A stand-in engine, and the smallest setting that shows its fault."""
+    """Hold the flags of a stand-in engine, and the smallest setting that shows its fault."""
 
-    flags: str = ""  # of the stand-in engine
-    noise: str = "bf16"  # fp8, or flips
-    options: str  # of verify
+    flags: str = ""  # flags of the stand-in engine
+    noise: str = "bf16"  # bf16, fp8 or flips
+    options: str  # options of `dcpbench verify`
     smallest: tuple[int, int, str] | None = (
-        None  # length, batch and cache; None for a right engine, and for a sporadic fault
+        None  # length, batch and cache; None for a correct engine and for a sporadic fault
     )
-    period: int | None = None  # every so manieth request is wrong
+    period: int | None = None  # each request with a number divisible by this is wrong
     wrong: str = "engine tp2·dcp2"  # setting that differs
     effect: str = "servers"
 
@@ -127,11 +127,11 @@ CASES = {
 }
 
 
-EXPECTED = {RIGHT: (0,), RIGHT_FP8: (0, 3), RIGHT_FLIPS: (0, 3)}  # exit codes of right engines; 1 for all others
+EXPECTED = {RIGHT: (0,), RIGHT_FP8: (0, 3), RIGHT_FLIPS: (0, 3)}  # exit codes for correct engines; 1 for all others
 
 
 def write_engine_file(folder: Path, flags: str, noise: str = "bf16") -> Path:
-    """Write the file of the stand-in engine with these flags; return its path."""
+    """Write the engine file of the stand-in engine with these flags; return its path."""
     path = folder / "engine.toml"
     command = f"{sys.executable} -m tests.servers.dcp_engine --port {{port}} --noise {noise} {flags}"
     path.write_text(
@@ -143,7 +143,7 @@ def write_engine_file(folder: Path, flags: str, noise: str = "bf16") -> Path:
     return path
 
 
-def run_verify(folder: Path, flags: str, *words: str, noise: str = "bf16") -> tuple[int, dict[str, Any]]:
+def run_verify(folder: Path, flags: str, *options: str, noise: str = "bf16") -> tuple[int, dict[str, Any]]:
     """Run `dcpbench verify --engine` on the stand-in engine; return its exit code and its JSON."""
     out, err = io.StringIO(), io.StringIO()
     command = [
@@ -158,29 +158,29 @@ def run_verify(folder: Path, flags: str, *words: str, noise: str = "bf16") -> tu
     ]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            cli.main([*command, "--new-tokens", "6", "-o", str(folder / "out"), *words])
+            cli.main([*command, "--new-tokens", "6", "-o", str(folder / "out"), *options])
         except SystemExit as e:
             assert out.getvalue(), err.getvalue()
             return int(e.code or 0), json.loads(out.getvalue())
     raise AssertionError("a command ends with an exit code")
 
 
-def run_case(name: str, folder: Path, *words: str, options: str = "") -> dict[str, Any]:
-    """Run a case, with other options than its own if given; return the verdict, and whether it is right and names the smallest setting."""
+def run_case(name: str, folder: Path, *more_options: str, options: str = "") -> dict[str, Any]:
+    """Run a case, with `options` instead of its own if given; return its line: the verdict, and True as `right` if it is as expected."""
     case = CASES[name]
-    began = time.perf_counter()
-    code, found = run_verify(folder, case.flags, *(options or case.options).split(), *words, noise=case.noise)
+    start = time.perf_counter()
+    code, found = run_verify(folder, case.flags, *(options or case.options).split(), *more_options, noise=case.noise)
     line = {
         "case": name,
-        "seconds": round(time.perf_counter() - began, 1),
+        "seconds": round(time.perf_counter() - start, 1),
         "verdict": found["verdict"],
         "exit_code": code,
     }
-    return line | {"seed": found["seed"], "right": code in EXPECTED.get(name, (1,)) and is_named(case, found)}
+    return line | {"seed": found["seed"], "right": code in EXPECTED.get(name, (1,)) and is_expected(case, found)}
 
 
-def is_named(case: Case, found: dict[str, Any]) -> bool:
-    """Return whether the wrong setting differs by its planted fault, and all others agree (with much noise: do not differ)."""
+def is_expected(case: Case, found: dict[str, Any]) -> bool:
+    """Return True if only the wrong setting differs, by the injected fault, and all others agree or, with more noise, do not differ."""
     verdicts = {one["name"]: one["verdict"] for one in found["results"]}
     if case.smallest is None and case.period is None:
         return set(verdicts.values()) <= {"CONSISTENT", "AGREE", *(["UNDECIDED"] if case.noise != "bf16" else [])}
@@ -190,43 +190,43 @@ def is_named(case: Case, found: dict[str, Any]) -> bool:
     (judgement,) = [one["judgement"] for one in found["results"] if one["name"] == case.wrong]
     finding = judgement["findings"][0]
     cell = finding["smallest"]
-    shown = (cell["length"], cell["batch"], cell["cache"])
-    is_smallest = shown == case.smallest or case.smallest is None
+    setting = (cell["length"], cell["batch"], cell["cache"])
+    is_smallest = setting == case.smallest or case.smallest is None
     return finding["effect"] == case.effect and is_smallest and finding["period"] == case.period
 
 
 def format_table(lines: list[dict[str, Any]]) -> tuple[str, bool]:
-    """Return the runs of each case as Markdown, and whether all are right."""
-    shown = [
-        "| stand-in engine | runs | AGREE | DIFFER | UNDECIDED | right, smallest setting named |",
+    """Format the runs of each case as a Markdown table; return True as well if all verdicts are as expected."""
+    rows = [
+        "| stand-in engine | runs | AGREE | DIFFER | UNDECIDED | as expected, with the smallest setting |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name in dict.fromkeys(line["case"] for line in lines):
-        of = [line for line in lines if line["case"] == name]
-        verdicts = collections.Counter(line["verdict"] for line in of)
+        runs = [line for line in lines if line["case"] == name]
+        verdicts = collections.Counter(line["verdict"] for line in runs)
         counts = " | ".join(str(verdicts[verdict]) for verdict in ("AGREE", "DIFFER", "UNDECIDED"))
-        shown.append(f"| {name} | {len(of)} | {counts} | {sum(line['right'] for line in of)} |")
-    return "\n".join(shown) + "\n", all(line["right"] for line in lines)
+        rows.append(f"| {name} | {len(runs)} | {counts} | {sum(line['right'] for line in runs)} |")
+    return "\n".join(rows) + "\n", all(line["right"] for line in lines)
 
 
 def main() -> int:
-    """Run the cases and print the table."""
+    """Run the cases, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--results", type=Path)
-    given = parser.parse_args()
-    old = given.results.read_text().splitlines() if given.results and given.results.exists() else []
-    lines = [json.loads(line) for line in old]
-    for _ in range(given.runs):
-        for name in given.cases.split(","):
+    parser.add_argument("--runs", type=int, default=10, help="runs of each case; default: %(default)s")
+    parser.add_argument("--cases", default=",".join(CASES), help="cases, separated by commas; default: all")
+    parser.add_argument("--results", type=Path, help="file that gets a line of JSON for each run")
+    args = parser.parse_args()
+    earlier = args.results.read_text().splitlines() if args.results and args.results.exists() else []
+    lines = [json.loads(line) for line in earlier]
+    for _ in range(args.runs):
+        for name in args.cases.split(","):
             with tempfile.TemporaryDirectory() as folder:
                 lines.append(run_case(name, Path(folder)))
-            if given.results:
-                with given.results.open("a") as f:
+            if args.results:
+                with args.results.open("a") as f:
                     f.write(json.dumps(lines[-1]) + "\n")
-    shown, right = format_table(lines)
-    sys.stdout.write(shown)
+    table, right = format_table(lines)
+    sys.stdout.write(table)
     return 0 if right else 1
 
 

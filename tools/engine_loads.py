@@ -1,12 +1,12 @@
-"""Score recommendations against loads that vLLM, SGLang and dcpbench's engine served afterwards in several layouts.
+"""Score recommendations against loads that vLLM, SGLang and dcpbench's engine served in several layouts.
 
 `python -m tools.recommend_check --engines` prints the score; docs/recommend.md has its table. It needs no GPU.
 
-The loads of RUNS were measured after all steps that estimates are fitted to, at tp2 and tp2·dcp2 on the same GPUs. Estimates get no record
-of an engine. Recommended are one layout, or two if that is undecided. An answer is right if each named layout has the most output that was
-measured, or less by at most score.NEAR. How many are right within the difference of launches is printed next to it.
+The loads of RUNS were measured after all steps to which estimates are fitted, at tp2 and tp2·dcp2 on the same GPUs. Estimates use no record
+of an engine. The recommendation is one layout, or two if it is undecided. An answer is right if the measured output of each named layout is
+at most score.NEAR below the best one. The tool also prints how many answers are right within the scatter of launches.
 
-The published loads are those of tools/published_crossovers.json, of which the stored forecasts compare the layouts.
+Published loads are those of tools/published_crossovers.json, with the stored forecasts.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
     OURS: ((f"{FOLDER}/dcpbench",), (f"{FOLDER}/steps-dcpbench",)),
 }
 """Folders of results/ by engine, in groups that were measured on the same GPUs within an hour."""
-LAYERS = 8  # of the model folder; records of servers do not have it
-CHUNK = 8192  # tokens of prompts in a step: the default of vLLM on this GPU, and a flag of SGLang
+LAYERS = 8  # layers of the model folder; records of servers do not have the number
+CHUNK = 8192  # prompt tokens of a step: the default of vLLM on this GPU, and a flag of SGLang
 QUERY: dict[str, Any] = {
     "machine": load_machine(MEASURED_ON),
     "named": MEASURED_ON,
@@ -114,31 +114,31 @@ CONFIG: dict[str, Any] = {  # config.json of the model that all engines served: 
 }
 
 
-WITHOUT, WITH = "without DCP", "with DCP"  # layouts of a load, of which every load has one of each
+WITHOUT, WITH = "without DCP", "with DCP"  # the two layouts of each load
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Hold the answer for a load that a layout with DCP and one without were measured under."""
+    """Hold the answer for a load that was measured with and without DCP."""
 
     load: str
     gain: str  # measured output with DCP over that without
-    forecast: str  # the same ratio of the estimates
+    forecast: str  # the same ratio from the estimates
     named: tuple[str, ...]  # recommended layouts: WITH, WITHOUT, or both if the answer is undecided
-    behind: Mapping[str, float]  # share by which each layout has less output than the better one, 0 for that one
+    behind: Mapping[str, float]  # relative shortfall of each layout's output from the better one
 
     def is_right(self, *named: str, within: float = NEAR) -> bool:
-        """Return True if each of these layouts has the most output, or less by at most a share."""
+        """Return True if the shortfall of each of these layouts is at most `within`."""
         return all(self.behind[side] <= within for side in named)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """Count right answers over a set of loads, next to one answer for all of them."""
+    """Hold the answers for a set of loads."""
 
     name: str
     answers: Sequence[Answer]
-    scatter: float | None = None  # share by which two launches of a layout and load differ at most; None if unknown
+    scatter: float | None = None  # largest relative difference of two launches of a layout and load; None if unknown
 
     @property
     def right(self) -> int:
@@ -147,22 +147,22 @@ class Score:
 
     @property
     def decided(self) -> int:
-        """Return the number of loads for which one layout is named."""
+        """Return the number of loads with one named layout."""
         return sum(len(a.named) == 1 for a in self.answers)
 
     @property
     def right_in_scatter(self) -> int | None:
-        """Return the number of loads with answers that are right as far as launches tell; None if their scatter is unknown."""
+        """Return the number of loads with answers that are right within the scatter of launches; None if that is unknown."""
         scatter = self.scatter
         return None if scatter is None else sum(a.is_right(*a.named, within=scatter) for a in self.answers)
 
     def count_constant(self, *named: str) -> int:
-        """Return the number of loads for which the same answer, with these layouts, is right."""
+        """Return the number of loads for which an answer with these layouts is right."""
         return sum(a.is_right(*named) for a in self.answers)
 
 
 def read_pairs(results: Path, engine: str) -> dict[str, list[Record]]:
-    """Return the measured records of each load that an engine served in two layouts on the same GPUs, by the load's name."""
+    """Return the measured records of loads that an engine served in two layouts on the same GPUs, by the load's name."""
     found: dict[str, list[Record]] = {}
     for group in RUNS[engine]:
         loads: dict[str, list[Record]] = {}
@@ -175,18 +175,22 @@ def read_pairs(results: Path, engine: str) -> dict[str, list[Record]]:
 
 
 def measure_scatter(results: Path, engine: str) -> float | None:
-    """Return the largest share by which two launches of a layout and load differ, on any GPUs; None if none was launched twice."""
+    """Return the largest relative difference of two launches of a layout and load on any GPUs; None if none was launched twice."""
     launches: dict[tuple[str, str], dict[str, list[float]]] = {}
     for folder in (folder for group in RUNS[engine] for folder in group):
         for record in _read_measured(results, folder):
             key = (_format_load(record), record.point.layout_name)
             launches.setdefault(key, {}).setdefault(folder, []).append(_get_tok_s(record))
-    rates = [[statistics.median(of) for of in found.values()] for found in launches.values() if len(found) > 1]
-    return max((max(of) / min(of) - 1 for of in rates), default=None)
+    rates = [
+        [statistics.median(launch_rates) for launch_rates in found.values()]
+        for found in launches.values()
+        if len(found) > 1
+    ]
+    return max((max(launch_rates) / min(launch_rates) - 1 for launch_rates in rates), default=None)
 
 
 def _read_measured(results: Path, folder: str) -> list[Record]:
-    """Return the records of a run that an engine finished, without replays."""
+    """Return the successful records of a run without replays."""
     return [
         record
         for record in read_run(results / folder).records
@@ -195,28 +199,30 @@ def _read_measured(results: Path, folder: str) -> list[Record]:
 
 
 def score_engines(results: Path, steps: Steps) -> list[Score]:
-    """Ask for the loads that each engine served, and return the scores."""
+    """Return the score of the recommendations for the loads of each engine."""
     pairs = {engine: read_pairs(results, engine) for engine in RUNS}
-    choices = ask_loads([record for of in pairs.values() for found in of.values() for record in found], steps)
+    choices = choose_for_loads(
+        [record for loads in pairs.values() for found in loads.values() for record in found], steps
+    )
     return [
         Score(
-            name=parse_origin(get_origin(next(iter(of.values()))[0])).label,
-            answers=[answer_load(name, found, choices[name]) for name, found in of.items()],
+            name=parse_origin(get_origin(next(iter(loads.values()))[0])).label,
+            answers=[answer_load(name, found, choices[name]) for name, found in loads.items()],
             scatter=measure_scatter(results, engine),
         )
-        for engine, of in pairs.items()
+        for engine, loads in pairs.items()
     ]
 
 
 def make_query(records: Sequence[Record], folder: Path) -> tuple[list[str], Query]:
-    """Return the names of the loads that records have, and the query for them; `folder` gets the model's config.json."""
+    """Return the names of the records' loads, and the query for them; write the model's config.json to `folder`."""
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     loads = {_format_load(record): _make_load(record) for record in records}
     return [*loads], Query(model=str(folder), loads=tuple(loads.values()), **QUERY)
 
 
-def ask_loads(records: Sequence[Record], steps: Steps) -> dict[str, Choice]:
-    """Return the choice for each load of these records, by its name."""
+def choose_for_loads(records: Sequence[Record], steps: Steps) -> dict[str, Choice]:
+    """Return the choice for each load of these records, by the load's name."""
     with tempfile.TemporaryDirectory() as folder:
         names, query = make_query(records, Path(folder))
         choices, _ = choose_layouts(query, Evidence(), steps)
@@ -224,7 +230,7 @@ def ask_loads(records: Sequence[Record], steps: Steps) -> dict[str, Choice]:
 
 
 def _make_load(record: Record) -> tuple[int, int, Load | None]:
-    """Return the load of a record as Query has it."""
+    """Return the load of a record in the form of Query."""
     point, served = record.point, record.point.load
     if served is None:
         return point.concurrency, point.context, None
@@ -240,19 +246,21 @@ def _make_load(record: Record) -> tuple[int, int, Load | None]:
 
 
 def answer_load(name: str, records: Sequence[Record], choice: Choice) -> Answer:
-    """Return the answer that a choice among the measured layouts gives; of several launches the median counts."""
+    """Return the answer of a choice among the measured layouts; the median of several launches is used."""
     rates: dict[str, list[float]] = {}
     for record in records:
         rates.setdefault(_get_side(record.point), []).append(_get_tok_s(record))
-    measured = {side: statistics.median(of) for side, of in rates.items()}
+    measured = {side: statistics.median(side_rates) for side, side_rates in rates.items()}
     names = {record.point.layout_name for record in records}
-    among = dataclasses.replace(choice, forecasts=[f for f in choice.forecasts if f.point.layout_name in names])
-    expected = {_get_side(f.point): f.tok_s for f in among.forecasts}
+    measured_choice = dataclasses.replace(
+        choice, forecasts=[f for f in choice.forecasts if f.point.layout_name in names]
+    )
+    expected = {_get_side(f.point): f.tok_s for f in measured_choice.forecasts}
     return Answer(
         load=name,
         gain=f"{measured[WITH] / measured[WITHOUT]:.3f}",
         forecast=f"{expected[WITH] / expected[WITHOUT]:.3f}",
-        named=tuple(_get_side(f.point) for f in among.tied),
+        named=tuple(_get_side(f.point) for f in measured_choice.tied),
         behind=_compute_shortfalls(measured),
     )
 
@@ -273,7 +281,7 @@ def _get_tok_s(record: Record) -> float:
 
 
 def _format_load(record: Record) -> str:
-    """Return `8 × 4,000 tokens` for decode steps, and `8 × 16000 → uniform:100-200 tokens` for a served load."""
+    """Format a load as `8 × 4,000 tokens` for decode steps, and as `8 × 16000 → uniform:100-200 tokens` for a served load."""
     point = record.point
     if point.load is None:
         return f"{point.concurrency} × {point.context:,} tokens"
@@ -283,7 +291,7 @@ def _format_load(record: Record) -> str:
 def score_published(entries: Sequence[Entry]) -> Score:
     """Return the score of published loads: each gain, and both concurrencies of a crossover, of which the higher one favours DCP.
 
-    The layout with more output by the stored forecast counts as named.
+    The named layout is that with more output in the stored forecast.
     """
     return Score(name="published by others", answers=[a for entry in entries for a in _answer_entry(entry)])
 
@@ -312,8 +320,8 @@ def _answer_entry(entry: Entry) -> Iterator[Answer]:
 
 
 def format_answers(score: Score) -> Iterator[str]:
-    """Yield a line for each load of a set."""
-    launches = "" if score.scatter is None else f", launches within {score.scatter:.1%}"
+    """Yield a line for each load of a score."""
+    launches = "" if score.scatter is None else f", launches differ by at most {score.scatter:.1%}"
     yield f"{score.name}{launches}:"
     for a in score.answers:
         most = max(a.behind[side] for side in a.named)
@@ -327,7 +335,9 @@ def print_scores(results: Path, steps: Steps) -> None:
     for score in scores:
         sys.stdout.writelines(f"{line}\n" for line in format_answers(score))
         if score.right_in_scatter is not None:
-            sys.stdout.write(f"  right as far as launches tell: {score.right_in_scatter} of {len(score.answers)}\n")
+            sys.stdout.write(
+                f"  right within the scatter of launches: {score.right_in_scatter} of {len(score.answers)}\n"
+            )
     sys.stdout.writelines(f"{line}\n" for line in format_table(scores))
 
 

@@ -1,13 +1,12 @@
-"""Hands every reader of files damaged ones, a million in all, and flips each single bit of a sealed record.
+"""Pass damaged files to every reader of files, and flip each single bit of a record with a checksum.
 
     python -m tools.fuzz --inputs 1000000 --out fuzz.jsonl
     python -m tools.fuzz --kinds trace,heartbeats --inputs 20000
-    python -m tools.fuzz --again trace:4711          # one input, with its traceback
+    python -m tools.fuzz --again trace:4711          # read one input, and print its traceback
 
-Kinds of files, and how they are damaged, are those of tests/unit/hostile_files.py; input `trace:4711` is the same each time
-with the same --seed. All kinds get the same time, in rounds, until there were enough inputs; each has a separate process.
-Ends with 1 where a reader raised what is no error of ours, took over 2 s of a CPU, or over 1 GiB of memory, or where a
-flipped bit went unnoticed.
+tests/unit/hostile_files.py has the kinds of files and their damages. The same --seed makes the same input `trace:4711`. Kinds take turns
+for the same time until there are enough inputs, and each has a separate process. Exit code 1: a reader raised an exception that is not one
+of dcpbench's errors, or took over 2 s of CPU time or over 1 GiB of memory, or a flipped bit was not detected.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.repair import SEALED, audit_file
 from tests.unit.hostile_files import KINDS, damaged
 
-SLOW_S = 2.0  # maximum CPU time in s of a reader for one file
+MAX_CPU_S = 2.0  # maximum CPU time in s for one file
 STUCK_S = 60  # time in s after which a reader is interrupted
-MEMORY_BYTES = 1 << 30  # maximum bytes of memory of a reader, in addition to that of its process
-LEAST = 1000  # minimum number of inputs of each kind, however slow it is
-WORST = 10  # maximum number of violations of a kind that are listed one by one
+MAX_MEMORY_BYTES = 1 << 30  # maximum bytes of memory of a reader, in addition to that of its process
+MIN_INPUTS = 1000  # minimum number of inputs of each kind, however slow it is
+MAX_EXAMPLES = 10  # maximum number of violations of a kind that are listed one by one
 
 
 class StuckError(BaseException):
-    """Interrupt a reader; no reader can mistake it for an error of the file."""
+    """Interrupt a reader; no reader catches it as an error of the file."""
 
 
 @dataclasses.dataclass
-class Told:
-    """Hold the outcomes of the inputs of a kind."""
+class Counts:
+    """Count the outcomes of the inputs of a kind."""
 
     kind: str
     inputs: int = 0
@@ -62,8 +61,8 @@ class Told:
         """Return the number of all violations."""
         return self.wrong + self.slow + self.memory
 
-    def add(self, other: Told) -> None:
-        """Add another round of the same kind."""
+    def add(self, other: Counts) -> None:
+        """Add the counts of another round."""
         for name in ("inputs", "read", "refused", "wrong", "slow", "memory"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("slowest_s", "peak_bytes", "longest_sentence"):
@@ -71,78 +70,78 @@ class Told:
         self.examples += other.examples
 
 
-def chance(seed: int, kind: str, number: int) -> random.Random:
+def make_rng(seed: int, kind: str, number: int) -> random.Random:
     """Return the random generator that determines how input `number` of a kind is damaged."""
     return random.Random(f"{seed}/{kind}/{number}")
 
 
-def fuzz(kind: str, seed: int, first: int, least: int, seconds: float) -> Told:
+def fuzz_kind(kind: str, seed: int, first: int, least: int, seconds: float) -> Counts:
     """Pass damaged files to the reader of a kind, from number `first` on, at least `least` files and for at least
     `seconds`.
     """
-    told, of = Told(kind), KINDS[kind]
-    os.fsync = lambda fd: None  # noqa: ARG005 -- as it is called
+    counts, reader = Counts(kind), KINDS[kind]
+    os.fsync = lambda fd: None  # noqa: ARG005 -- it has the argument of os.fsync
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, resource.RLIM_INFINITY))
-    signal.signal(signal.SIGALRM, _stuck)
-    shared = Path("/dev/shm")  # noqa: S108 -- memory, as no test is of the disk
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + MAX_MEMORY_BYTES, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGALRM, _raise_stuck)
+    shared = Path("/dev/shm")  # noqa: S108 -- the files are in memory, as the disk is not tested
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None, prefix="dcpbench-fuzz-") as name:
         folder = Path(name)
-        path = folder / of.name
-        content = of.content(folder)
+        path = folder / reader.name
+        content = reader.content(folder)
         end = time.monotonic() + seconds
-        while told.inputs < least or time.monotonic() < end:
-            number = first + told.inputs
-            path.write_bytes(damaged(content, chance(seed, kind, number)))
-            one(told, number, path)
-    told.peak_bytes = max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    return told
+        while counts.inputs < least or time.monotonic() < end:
+            number = first + counts.inputs
+            path.write_bytes(damaged(content, make_rng(seed, kind, number)))
+            read_one(counts, number, path)
+    counts.peak_bytes = max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return counts
 
 
-def one(told: Told, number: int, path: Path) -> None:
-    """Read a file, and count the outcome."""
+def read_one(counts: Counts, number: int, path: Path) -> None:
+    """Read one damaged file, and count the outcome."""
     began = time.process_time()
     signal.alarm(STUCK_S)
     problem = ""
     try:
-        KINDS[told.kind].read(path)
-        told.read += 1
+        KINDS[counts.kind].read(path)
+        counts.read += 1
     except DcpbenchError as e:
-        told.refused += 1
-        told.longest_sentence = max(told.longest_sentence, len(str(e)))
+        counts.refused += 1
+        counts.longest_sentence = max(counts.longest_sentence, len(str(e)))
     except MemoryError:
-        told.memory += 1
+        counts.memory += 1
         problem = "memory"
     except StuckError:
-        told.slow += 1
+        counts.slow += 1
         problem = f"interrupted after {STUCK_S} s"
-    except Exception as e:  # noqa: BLE001 -- that is what is looked for
-        told.wrong += 1
+    except Exception as e:  # noqa: BLE001 -- any exception is a violation
+        counts.wrong += 1
         problem = f"{type(e).__name__}: {str(e)[:200]}"
     finally:
         signal.alarm(0)
     took = time.process_time() - began
-    told.inputs += 1
-    told.slowest_s = max(told.slowest_s, took)
-    if took > SLOW_S and not problem:
-        told.slow += 1
+    counts.inputs += 1
+    counts.slowest_s = max(counts.slowest_s, took)
+    if took > MAX_CPU_S and not problem:
+        counts.slow += 1
         problem = f"{took:.1f} s"
-    if problem and len(told.examples) < WORST:
-        told.examples.append(f"{told.kind}:{number}: {problem}")
+    if problem and len(counts.examples) < MAX_EXAMPLES:
+        counts.examples.append(f"{counts.kind}:{number}: {problem}")
 
 
-def _stuck(*_: object) -> None:
+def _raise_stuck(*_: object) -> None:
     raise StuckError
 
 
-def flips() -> Told:
-    """Flip every single bit of a sealed record, one at a time: each must be detected as damage of its line."""
-    told = Told("flipped bits")
+def flip_bits() -> Counts:
+    """Flip each bit of a record with a checksum, one at a time, and count the flips that are not detected."""
+    counts = Counts("flipped bits")
     with tempfile.TemporaryDirectory(prefix="dcpbench-fuzz-") as name:
         folder = Path(name)
-        of = KINDS["records with checksums"]
-        content = of.content(folder)
+        reader = KINDS["records with checksums"]
+        content = reader.content(folder)
         path = folder / RECORDS_FILE
         path.write_bytes(content)
         assert audit_file(folder).faults == [], SEALED
@@ -153,93 +152,97 @@ def flips() -> Told:
             wrong[bit // 8] ^= 1 << bit % 8
             path.write_bytes(wrong)
             found = audit_file(folder)
-            told.inputs += 1
+            counts.inputs += 1
             if found.faults:
-                told.refused += 1
+                counts.refused += 1
             else:
-                told.wrong += 1
-                told.examples.append(f"bit {bit} of {len(line)} bytes: {found.records} of {whole.records} records")
-    return told
+                counts.wrong += 1
+                counts.examples.append(f"bit {bit} of {len(line)} bytes: {found.records} of {whole.records} records")
+    return counts
 
 
-def again(name: str, seed: int) -> int:
-    """Read one input without catching its exception."""
+def repeat_input(name: str, seed: int) -> int:
+    """Read one input, and print its result or traceback; return 1 for a violation."""
     kind, _, number = name.rpartition(":")
     with tempfile.TemporaryDirectory(prefix="dcpbench-fuzz-") as folder:
         content = KINDS[kind].content(Path(folder))
         path = Path(folder) / KINDS[kind].name
-        path.write_bytes(damaged(content, chance(seed, kind, int(number))))
+        path.write_bytes(damaged(content, make_rng(seed, kind, int(number))))
         try:
             print(f"read: {KINDS[kind].read(path)!r}"[:2000])
         except DcpbenchError as e:
             print(f"refused: {e}")
-        except Exception:  # noqa: BLE001 -- it is shown
+        except Exception:  # noqa: BLE001 -- it is printed
             traceback.print_exc()
             return 1
     return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read the options, fuzz in rounds, and print the outcome."""
+    """Fuzz all kinds in rounds, and print the outcome."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inputs", type=int, default=1_000_000, help="of all kinds together; default: %(default)s")
     parser.add_argument(
-        "--minutes", type=float, default=60, help="no further round after so long; default: %(default)s"
+        "--inputs", type=int, default=1_000_000, help="inputs of all kinds together; default: %(default)s"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="time after which no round follows; default: %(default)s"
     )
     parser.add_argument("--kinds", default="", help="such as 'trace,heartbeats'; default: all")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--round", type=float, default=10.0, help="seconds of a kind in a round; default: %(default)s")
-    parser.add_argument("--again", default="", help="KIND:NUMBER, one input")
-    parser.add_argument("--out", type=Path, help="a line of JSON for each kind")
-    asked = parser.parse_args(arguments)
-    if asked.again:
-        return again(asked.again, asked.seed)
-    kinds = asked.kinds.split(",") if asked.kinds else list(KINDS)
-    found = {kind: Told(kind) for kind in kinds}
-    ends = time.monotonic() + asked.minutes * 60
-    while sum(t.inputs for t in found.values()) < asked.inputs and time.monotonic() < ends:
+    parser.add_argument(
+        "--round", type=float, default=10.0, help="seconds of a round for each kind; default: %(default)s"
+    )
+    parser.add_argument("--again", default="", help="KIND:NUMBER of one input to read")
+    parser.add_argument("--out", type=Path, help="file that gets a line of JSON for each kind")
+    args = parser.parse_args(arguments)
+    if args.again:
+        return repeat_input(args.again, args.seed)
+    kinds = args.kinds.split(",") if args.kinds else list(KINDS)
+    found = {kind: Counts(kind) for kind in kinds}
+    ends = time.monotonic() + args.minutes * 60
+    while sum(t.inputs for t in found.values()) < args.inputs and time.monotonic() < ends:
         for kind in kinds:
-            told = fresh(kind, asked.seed, found[kind].inputs, asked.round)
-            found[kind].add(told)
-            for text in told.examples:
+            counts = fuzz_in_fork(kind, args.seed, found[kind].inputs, args.round)
+            found[kind].add(counts)
+            for text in counts.examples:
                 print(f"VIOLATION {text}", flush=True)
         print(f"{time.strftime('%H:%M:%S')} {sum(t.inputs for t in found.values()):,} inputs", flush=True)
-    told_all = [*found.values(), *([] if asked.kinds else [flips()])]
-    for told in told_all:
+    all_counts = [*found.values(), *([] if args.kinds else [flip_bits()])]
+    for counts in all_counts:
         print(
-            f"{told.kind}: {told.inputs:,} inputs, {told.read:,} read, {told.refused:,} refused, {told.wrong} wrong, "
-            f"{told.slow} slow, {told.memory} out of memory; at most {told.slowest_s:.2f} s, {told.peak_bytes >> 20} MiB more"
+            f"{counts.kind}: {counts.inputs:,} inputs, {counts.read:,} read, {counts.refused:,} refused, {counts.wrong} wrong, "
+            f"{counts.slow} slow, {counts.memory} out of memory; at most {counts.slowest_s:.2f} s, {counts.peak_bytes >> 20} MiB more"
         )
-    if asked.out:
-        rows = [dataclasses.asdict(t) | {"seed": asked.seed} for t in told_all]
-        asked.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    if args.out:
+        rows = [dataclasses.asdict(t) | {"seed": args.seed} for t in all_counts]
+        args.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     total = sum(t.inputs for t in found.values())
-    violations = sum(t.violations for t in told_all)
+    violations = sum(t.violations for t in all_counts)
     print(f"{total:,} inputs over {len(kinds)} kinds, {violations} violations")
-    return 1 if violations or total < asked.inputs else 0
+    return 1 if violations or total < args.inputs else 0
 
 
-def fresh(kind: str, seed: int, first: int, seconds: float) -> Told:
-    """Run `fuzz` in a fork with its own memory and limits."""
+def fuzz_in_fork(kind: str, seed: int, first: int, seconds: float) -> Counts:
+    """Run `fuzz` in a fork, so that it has separate memory and limits."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
             os.close(read)
-            told = fuzz(kind, seed, first, 0 if first else LEAST, seconds)
+            counts = fuzz_kind(kind, seed, first, 0 if first else MIN_INPUTS, seconds)
             with os.fdopen(write, "w", encoding="utf-8") as out:
-                out.write(json.dumps(dataclasses.asdict(told)))
+                out.write(json.dumps(dataclasses.asdict(counts)))
             code = 0
         finally:
             os._exit(code)
     os.close(write)
-    with os.fdopen(read, encoding="utf-8") as said:
-        text = said.read()
+    with os.fdopen(read, encoding="utf-8") as pipe:
+        text = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status:
-        return Told(kind, inputs=1, wrong=1, examples=[f"{kind}, from {first} on: its process ended with {status}"])
-    return Told(**json.loads(text))
+        return Counts(kind, inputs=1, wrong=1, examples=[f"{kind}, from {first} on: its process ended with {status}"])
+    return Counts(**json.loads(text))
 
 
 if __name__ == "__main__":

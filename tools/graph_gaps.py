@@ -1,10 +1,10 @@
-"""When do the kernels of a captured graph follow each other with longer gaps: graph by graph, what is captured before it varied.
+"""Measure the gaps between kernels of captured CUDA graphs, for several ways of capturing graphs before them.
 
     python -m tools.graph_gaps -o FILE                     # all ways, each in a separate process
     python -m tools.graph_gaps -o FILE --ways kept,freed --graphs 12 --nodes 2300
 
-A graph is a chain of small kernels. Each is timed as soon as it is captured, and all that live once more at the end; a line
-of FILE is a way, with µs per kernel. docs/methodology.md says what sweeps saw. Needs one GPU.
+A graph is a chain of small kernels. Each graph is timed immediately after its capture, and all graphs that still exist are timed again at
+the end. FILE gets a line for each way, with µs per kernel. docs/methodology.md describes the gaps in sweeps. It needs one GPU.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 REPLAYS = 30
-LEFT_FREE = 4 << 30  # bytes of a GPU's memory that `full` leaves free
-LARGE = 1 << 22  # number of elements of a tensor with kernels of more blocks than a GPU runs at once
+LEFT_FREE = 4 << 30  # bytes of GPU memory that `full` leaves free
+LARGE = 1 << 22  # elements of a tensor whose kernels have more blocks than a GPU runs at once
 
 
-class Found(msgspec.Struct, kw_only=True):
-    """Hold the result of one way."""
+class Result(msgspec.Struct, kw_only=True):
+    """Hold the times of the graphs of one way."""
 
     way: str
     device: str
@@ -47,34 +47,34 @@ class Found(msgspec.Struct, kw_only=True):
 class Way:
     """Describe how graphs are captured."""
 
-    what: str
-    keeps: bool = True  # True if graphs stay while others are captured
-    full: bool = False  # True if the GPU's memory is occupied before
+    description: str
+    keeps: bool = True  # True if graphs exist while others are captured
+    full: bool = False  # True if the GPU's memory is nearly full before the first capture
     shares: bool = False  # True if graphs allocate from one pool
     one_kernel: bool = True
-    streams_at: int | None = None  # graph before which kernels run on two streams in turn; None: for no graph
-    primed: int = 0  # number of nodes of a graph that is captured before all others and kept
+    streams_at: int | None = None  # number of the graph before which kernels run on two streams; None: they never do
+    primed: int = 0  # nodes of a graph that is captured before all others and kept
     flags: int = 0  # flags of cudaGraphInstantiate: 4 prepares for launches by kernels, which uses the GPU's memory
     queues: str = ""  # value of CUDA_SCALE_LAUNCH_QUEUES, which scales CUDA's queues for launches
 
 
 WAYS = {
-    "kept": Way("all graphs live"),
-    "freed": Way("each is dropped before the next", keeps=False),
-    "full": Way("all live, memory nearly full", full=True),
-    "freed-full": Way("each is dropped, memory nearly full", keeps=False, full=True),
-    "pool": Way("all live, allocate from one pool", shares=True),
-    "kinds": Way("all live, of eight kinds of kernels", one_kernel=False),
-    "streams": Way("all live, kernels ran on two streams before", streams_at=0),
-    "streams-second": Way("all live, kernels ran on two streams behind the first", streams_at=1),
-    "primed": Way("all live, behind a graph of 20,000 nodes", primed=20000),
-    "device": Way("all live, cudaGraphInstantiateFlagDeviceLaunch", flags=4),
-    "queues-4x": Way("all live, CUDA_SCALE_LAUNCH_QUEUES=4x", queues="4x"),
-    "queues-0.25x": Way("all live, CUDA_SCALE_LAUNCH_QUEUES=0.25x", queues="0.25x"),
+    "kept": Way("all graphs exist"),
+    "freed": Way("each is freed before the next", keeps=False),
+    "full": Way("all exist, memory nearly full", full=True),
+    "freed-full": Way("each is freed, memory nearly full", keeps=False, full=True),
+    "pool": Way("all exist, in one memory pool", shares=True),
+    "kinds": Way("all exist, with eight kinds of kernels", one_kernel=False),
+    "streams": Way("all exist, after kernels on two streams", streams_at=0),
+    "streams-second": Way("all exist, with kernels on two streams after the first", streams_at=1),
+    "primed": Way("all exist, after a graph of 20,000 nodes", primed=20000),
+    "device": Way("all exist, cudaGraphInstantiateFlagDeviceLaunch", flags=4),
+    "queues-4x": Way("all exist, CUDA_SCALE_LAUNCH_QUEUES=4x", queues="4x"),
+    "queues-0.25x": Way("all exist, CUDA_SCALE_LAUNCH_QUEUES=0.25x", queues="0.25x"),
 }
 
 
-def chain(way: Way, nodes: int) -> Callable[[], None]:
+def make_chain(way: Way, nodes: int) -> Callable[[], None]:
     """Return a function that runs this many kernels in sequence."""
     x = torch.ones(64, device="cuda")
     y = torch.ones(LARGE, device="cuda")
@@ -97,10 +97,10 @@ def chain(way: Way, nodes: int) -> Callable[[], None]:
     return run
 
 
-def captured(
+def capture_graph(
     run: Callable[[], None], pool: torch.cuda._POOL_HANDLE | None = None, flags: int = 0
 ) -> tuple[object, Callable[[], object]]:
-    """Return a graph, to be kept, and the function that replays it."""
+    """Capture a graph; return it, as the caller must keep it, and the function that replays it."""
     graph = torch.cuda.CUDAGraph(keep_graph=bool(flags))
     with torch.cuda.graph(graph, pool=pool):
         run()
@@ -114,23 +114,23 @@ def captured(
     return graph, lambda: runtime.cudaGraphLaunch(instance, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
 
 
-def us_per_kernel(replay: Callable[[], object], nodes: int) -> float:
-    """Return the median over consecutive replays."""
+def measure_kernel_us(replay: Callable[[], object], nodes: int) -> float:
+    """Return the median time per kernel of consecutive replays, in µs."""
     samples_ms, _ = Timer(replay, torch.device("cuda")).measure_chunk(REPLAYS)
     return round(statistics.median(samples_ms) * 1e3 / nodes, 4)
 
 
-def measure(name: str, graphs: int, nodes: int) -> Found:
+def measure_way(name: str, graphs: int, nodes: int) -> Result:
     """Measure one way in this process."""
     way = WAYS[name]
-    run = chain(way, nodes)
+    run = make_chain(way, nodes)
     run()
     torch.cuda.synchronize()
-    taken = None
+    filler = None
     if way.full:
-        taken = torch.empty(torch.cuda.mem_get_info()[0] - LEFT_FREE, dtype=torch.uint8, device="cuda")
+        filler = torch.empty(torch.cuda.mem_get_info()[0] - LEFT_FREE, dtype=torch.uint8, device="cuda")
     pool = torch.cuda.graph_pool_handle() if way.shares else None
-    primer = captured(chain(way, way.primed)) if way.primed else None
+    primer = capture_graph(make_chain(way, way.primed)) if way.primed else None
     alive: list[tuple[object, Callable[[], object]]] = []
     first = []
     for i in range(graphs):
@@ -140,55 +140,55 @@ def measure(name: str, graphs: int, nodes: int) -> Found:
             alive.clear()
             gc.collect()
             torch.cuda.synchronize()
-        alive.append(captured(run, pool, way.flags))
-        first.append(us_per_kernel(alive[-1][1], nodes))
-    again = [us_per_kernel(replay, nodes) for _, replay in alive]
+        alive.append(capture_graph(run, pool, way.flags))
+        first.append(measure_kernel_us(alive[-1][1], nodes))
+    again = [measure_kernel_us(replay, nodes) for _, replay in alive]
     del primer
-    del taken
-    return Found(way=name, device=torch.cuda.get_device_name(), nodes=nodes, first_us=first, again_us=again)
+    del filler
+    return Result(way=name, device=torch.cuda.get_device_name(), nodes=nodes, first_us=first, again_us=again)
 
 
-def table(found: list[Found]) -> Iterator[str]:
-    """Yield a line for each way."""
-    yield "| way | nodes | µs per kernel: graph by graph as captured | those that live, once more |"
+def format_table(found: list[Result]) -> Iterator[str]:
+    """Yield the lines of a table with a row for each way."""
+    yield "| way | nodes | µs per kernel of each graph after its capture | of existing graphs at the end |"
     yield "|---|---:|---|---|"
     for f in found:
         first, again = (", ".join(f"{us:.2f}" for us in values) for values in (f.first_us, f.again_us))
-        yield f"| `{f.way}`: {WAYS[f.way].what} | {f.nodes:,} | {first} | {again} |"
+        yield f"| `{f.way}`: {WAYS[f.way].description} | {f.nodes:,} | {first} | {again} |"
 
 
 def main() -> int:
-    """Run each way in a separate process."""
+    """Measure each way in a separate process, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")
-    parser.add_argument("--graphs", type=int, default=10)
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file that gets a line for each way")
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"ways, of {', '.join(WAYS)}; default: all")
+    parser.add_argument("--graphs", type=int, default=10, help="graphs of a way; default: %(default)s")
     parser.add_argument(
-        "--nodes", type=int, default=2300, help="kernels of a graph; default: as in a step of DeepSeek-V3"
+        "--nodes", type=int, default=2300, help="kernels of a graph; default: %(default)s, as in a step of DeepSeek-V3"
     )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    ways = asked.ways.split(",")
+    args = parser.parse_args()
+    ways = args.ways.split(",")
     if unknown := [way for way in ways if way not in WAYS]:
-        parser.error(f"there are no ways {', '.join(unknown)}; --ways takes {', '.join(WAYS)}")
-    if min(asked.graphs, asked.nodes) < 1:
+        parser.error(f"there is no way {', '.join(unknown)}; --ways takes {', '.join(WAYS)}")
+    if min(args.graphs, args.nodes) < 1:
         parser.error("--graphs and --nodes must be at least 1")
     if not torch.cuda.is_available():
-        parser.error("a GPU is needed: graphs of a CPU do not exist")
-    if asked.here:
-        with asked.output.open("ab") as out:
-            out.write(msgspec.json.encode(measure(ways[0], asked.graphs, asked.nodes)) + b"\n")
+        parser.error("this measurement needs a CUDA GPU")
+    if args.here:
+        with args.output.open("ab") as out:
+            out.write(msgspec.json.encode(measure_way(ways[0], args.graphs, args.nodes)) + b"\n")
         return 0
-    asked.output.unlink(missing_ok=True)
+    args.output.unlink(missing_ok=True)
     for way in ways:
-        more = ["--graphs", str(asked.graphs), "--nodes", str(asked.nodes), "--here"]
-        words = [sys.executable, "-m", "tools.graph_gaps", "-o", str(asked.output), "--ways", way, *more]
+        options = ["--graphs", str(args.graphs), "--nodes", str(args.nodes), "--here"]
+        command = [sys.executable, "-m", "tools.graph_gaps", "-o", str(args.output), "--ways", way, *options]
         environment = os.environ | ({"CUDA_SCALE_LAUNCH_QUEUES": WAYS[way].queues} if WAYS[way].queues else {})
-        if subprocess.run(words, check=False, env=environment).returncode:
+        if subprocess.run(command, check=False, env=environment).returncode:
             sys.stdout.write(f"{way}: failed\n")
-    lines = asked.output.read_bytes().splitlines() if asked.output.exists() else []
-    found = [msgspec.json.decode(line, type=Found) for line in lines]
-    sys.stdout.write("\n".join(table(found)) + "\n")
+    lines = args.output.read_bytes().splitlines() if args.output.exists() else []
+    found = [msgspec.json.decode(line, type=Result) for line in lines]
+    sys.stdout.write("\n".join(format_table(found)) + "\n")
     return 0 if len(found) == len(ways) else 1
 
 

@@ -1,14 +1,14 @@
-"""Makes one rank of a sweep go wrong, in each of several ways, and says whether that was named, and how soon.
+"""Inject faults into one rank of a sweep, and check whether and how soon the diagnosis names them.
 
     python -m tools.hangs --ranks 2,4,8
-    python -m tools.hangs --gpu H200                # a kernel of the captured step that never ends, on one GPU
-    python -m tools.hangs --gpu H200 --ranks 2      # that, and three more between two, over NCCL
+    python -m tools.hangs --gpu H200                # one GPU: a kernel of the captured step that never ends
+    python -m tools.hangs --gpu H200 --ranks 2      # two GPUs: the same and three more faults, over NCCL
 
-Each case is a sweep of a tiny model on the CPU, two points on so many gloo ranks: at the first one, one rank leaves a
-collective out, takes two in the other order, gives one another shape or dtype, sleeps, spins, or signals nothing in the merge of
-`symm` (tests/distributed/faulty_worker.py). Between GPUs, DeepSeek-V2-Lite: an all-gather that is left out, another shape, a
-kernel that never ends, and that signal. Ends with 1 where the record did not name the rank, the layer, the collective and the line within 15 s
-after the limit of the point, or the other point was not measured.
+Each case is a sweep of a tiny model on the CPU with two points on this many gloo ranks. At the first point one rank omits a collective,
+runs two in the wrong order, passes another shape or dtype, sleeps, spins, or does not signal in the merge of `symm`
+(tests/distributed/faulty_worker.py). The model on GPUs is DeepSeek-V2-Lite; the faults are an omitted all-gather, another shape, a kernel
+that never ends, and the signal. Exit code 1: the record does not name rank, layer, collective and line within 15 s after the limit of the
+point, or the other point was not measured.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from dcpbench.launch.jobs import Progress
     from dcpbench.records.record import Record
 
-ALLOWED_S = 15.0
-NAMES = {  # correct kind of finding by fault; for all others, the fault's own name
+MAX_DIAGNOSIS_S = 15.0
+EXPECTED_KINDS = {  # expected kind of finding by fault; for all other faults, the name of the fault
     "sleeps": "behind",
     "spins": "behind",
     "missing": "order",
@@ -50,21 +50,21 @@ NAMES = {  # correct kind of finding by fault; for all others, the fault's own n
     LOOPS: "device",
     FLAG: "signal",
 }
-GPU_MODEL = "deepseek-v2-lite"  # built in seconds; the host can launch the few kernels of a whole step
+GPU_MODEL = "deepseek-v2-lite"  # starts in seconds; the host can launch the few kernels of a whole step
 REMAINING = 2  # concurrency of the point that follows the faulty one
 
 
-def case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[list[str], float, Record]:
-    """Return (problems, seconds from the limit to the record, the record) of one sweep."""
+def run_case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[list[str], float, Record]:
+    """Run one sweep; return its problems, the seconds from the limit to the record, and the record."""
     culprit = ranks - 1
     os.environ[FAULT] = f"{fault}:{culprit}:1"
-    said: dict[str, float] = {"heard": 0.0}
+    times: dict[str, float] = {"heard": 0.0}
 
     def watch(event: Progress) -> None:
         if event.stage in ("hung", "failed"):
-            said["named"] = time.time()
-        elif "named" not in said:
-            said["heard"] = event.at
+            times["named"] = time.time()
+        elif "named" not in times:
+            times["heard"] = event.at
 
     exchange = "none" if ranks == 1 else "symm" if fault == FLAG else "ag_rs"
     points = [
@@ -102,24 +102,26 @@ def case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[list[st
         first, *rest = read_records(folder)
         where = folder / first.detail.get("evidence", "none") / "finding.json"
         found = msgspec.json.decode(where.read_bytes(), type=Finding) if where.exists() else None
-    after = said.get("named", math.inf) - said["heard"] - (timeout if first.outcome == "hung" else 0.0)
-    checks = _checks(fault, culprit, first, found, rest)
+    after = times.get("named", math.inf) - times["heard"] - (timeout if first.outcome == "hung" else 0.0)
+    checks = _check_record(fault, culprit, first, found, rest)
     if gpu and fault == FLAG:
-        del checks["line"]  # a captured step has none
+        del checks["line"]  # a captured step has no lines
     wrong = [text for text, is_so in checks.items() if not is_so]
-    return wrong + ([f"{after:.1f} s"] if after > ALLOWED_S else []), after, first
+    return wrong + ([f"{after:.1f} s"] if after > MAX_DIAGNOSIS_S else []), after, first
 
 
-def _checks(fault: str, culprit: int, first: Record, found: Finding | None, rest: list[Record]) -> dict[str, bool]:
-    """Return the checks by the text of the problem if they fail."""
+def _check_record(
+    fault: str, culprit: int, first: Record, found: Finding | None, rest: list[Record]
+) -> dict[str, bool]:
+    """Return the results of the checks, by the text of the problem."""
     reason = first.reason or ""
     others = [(r.point.concurrency, r.outcome) for r in rest] == [(REMAINING, "ok")]
     if fault == LOOPS:
-        of_one = first.point.world == 1  # which needs no telling apart
+        single = first.point.world == 1  # one rank need not be distinguished
         return {
             f"outcome {first.outcome}": first.outcome == "hung",
-            f"kind {first.detail.get('hang')}": first.detail.get("hang") == NAMES[fault],
-            "rank": of_one or (found is not None and found.ranks == [culprit]),
+            f"kind {first.detail.get('hang')}": first.detail.get("hang") == EXPECTED_KINDS[fault],
+            "rank": single or (found is not None and found.ranks == [culprit]),
             "layer": f"layer {LAYER}" in reason,
             "phase": "attention" in reason,
             "the other point": others,
@@ -127,7 +129,7 @@ def _checks(fault: str, culprit: int, first: Record, found: Finding | None, rest
     phase = PHASES.get(fault, "attn_reduce")
     return {
         f"outcome {first.outcome}": first.outcome in ("hung", "failed"),
-        f"kind {first.detail.get('hang')}": first.detail.get("hang") == NAMES.get(fault, fault),
+        f"kind {first.detail.get('hang')}": first.detail.get("hang") == EXPECTED_KINDS.get(fault, fault),
         "rank": f"rank {culprit} " in reason and (found is None or found.ranks == [culprit]),
         "layer": f"layer {LAYER}" in reason,
         "phase": phase in reason,
@@ -138,31 +140,33 @@ def _checks(fault: str, culprit: int, first: Record, found: Finding | None, rest
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read the options, run the cases, print a table."""
+    """Run the cases, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="", help="default: 2,4,8; with --gpu, 1")
     parser.add_argument(
-        "--faults", default="", help=f"default: {','.join(KINDS)}; of one GPU {LOOPS}; of several {','.join(ON_GPUS)}"
+        "--faults", default="", help=f"default: {','.join(KINDS)}; on one GPU {LOOPS}; on several {','.join(ON_GPUS)}"
     )
     parser.add_argument("--timeout", type=float, default=8.0, help="limit of a point in seconds; default: %(default)s")
-    parser.add_argument("--reasons", action="store_true", help="print each record's reason, too")
-    parser.add_argument("--gpu", default="", help="such as H200: ranks on such GPUs, in place of the CPU")
-    asked = parser.parse_args(arguments)
-    ranks_asked = asked.ranks or ("1" if asked.gpu else "2,4,8")
+    parser.add_argument("--reasons", action="store_true", help="also print the reason in each record")
+    parser.add_argument("--gpu", default="", help="run on GPUs with this name, such as H200, instead of the CPU")
+    args = parser.parse_args(arguments)
+    rank_counts = args.ranks or ("1" if args.gpu else "2,4,8")
     print(
-        "| fault | ranks | outcome | found | named after | whole case | wrong |\n|---|---|---|---|---|---|---|",
+        "| fault | ranks | outcome | finding | named after | time of the case | problems |\n|---|---|---|---|---|---|---|",
         flush=True,
     )
     failed = 0
-    for ranks in map(int, ranks_asked.split(",")):
-        kinds = KINDS if not asked.gpu else (LOOPS,) if ranks == 1 else ON_GPUS
-        faults = asked.faults.split(",") if asked.faults else list(kinds)
+    for ranks in map(int, rank_counts.split(",")):
+        kinds = KINDS if not args.gpu else (LOOPS,) if ranks == 1 else ON_GPUS
+        faults = args.faults.split(",") if args.faults else list(kinds)
         if unknown := [fault for fault in faults if fault not in kinds]:
-            sys.exit(f"--faults: no {', '.join(unknown)} at these ranks; there are {', '.join(kinds)}.")
+            sys.exit(f"--faults: there is no {', '.join(unknown)} for this number of ranks; use {', '.join(kinds)}.")
         for fault in faults:
             began = time.monotonic()
-            slow = max(1, ranks // 2) if fault == FLAG and not asked.gpu else 1  # kernels of `symm`, interpreted
-            wrong, after, record = case(fault, ranks, asked.timeout * slow, asked.gpu)
+            slow = (
+                max(1, ranks // 2) if fault == FLAG and not args.gpu else 1
+            )  # kernels of `symm` run in Triton's interpreter
+            wrong, after, record = run_case(fault, ranks, args.timeout * slow, args.gpu)
             failed += bool(wrong)
             row = (
                 fault,
@@ -174,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
                 ", ".join(wrong) or "–",
             )
             print(f"| {' | '.join(map(str, row))} |", flush=True)
-            if asked.reasons or wrong:
+            if args.reasons or wrong:
                 print(f"    {record.reason}", file=sys.stderr, flush=True)
     return 1 if failed else 0
 

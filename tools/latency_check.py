@@ -1,9 +1,9 @@
-"""Measure what published forecasts of latencies missed, and how many lie in bands that other machines' cases make.
+"""Compute the errors of published latency forecasts, and the coverage of bands from the cases of other machines.
 
     python -m tools.latency_check [--write]
 
-prints the bands of points/latency_bands.py and their coverage, as docs/recommend.md and docs/emulation.md have them. --write
-estimates and collects the cases again from results/ (three minutes, no GPU) and writes dcpbench/points/measured/latencies-h200.json.
+It prints the bands of points/latency_bands.py and their coverage, which docs/recommend.md and docs/emulation.md have. --write estimates and
+collects the cases again from results/ (three minutes, no GPU) and writes dcpbench/points/measured/latencies-h200.json.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CHUNKS, LIVE, ONE = (
     "serving_4xH200/attention-dp-live_4xH200_2026-11-27",
     "replay_H100-H200/replay-against-live_H200_2026-11-26",
 )
-SERVED = (  # live runs since the experts' grouped product of torch, up to three times as long, was replaced
+SERVED = (  # live runs without torch's grouped product of experts, which took up to three times as long
     f"{FOUR}/served/*",
     f"{PAIR}/served/*",
     f"{PAIR}/again/served/*",
@@ -52,7 +52,7 @@ SERVED = (  # live runs since the experts' grouped product of torch, up to three
     f"{ONE}/v3-open/live-*",
 )
 REPLAYED = (f"{FOUR}/seed/*", f"{FOUR}/seed-k2/*", f"{FOUR}/seed-k2-4gib/*")
-"""Replays by step times of all GPUs. Two in three are of Kimi-K2, which has no live run with the present kernel of the experts."""
+"""Replays with step times of all GPUs. Two thirds are of Kimi-K2, which has no live run with the present kernel of experts."""
 FORECAST = {
     f"{FOUR}/replays/emulated-*": f"{FOUR}/served/*",
     f"{PAIR}/replays/emulated-*": f"{PAIR}/served/*",
@@ -62,14 +62,14 @@ FORECAST = {
     f"{LIVE}/replays/alone-*": f"{LIVE}/dcp",
     f"{LIVE}/replays/together-*": f"{LIVE}/dcp",
 }
-"""Replays by step times of one GPU, with the runs that served the same loads.
+"""Replays with step times of one GPU, and the runs that served the same loads.
 
-From `calibrated/` only the forecasts with `prompts` of the pair of GPUs that did not make the forecast.
+Of `calibrated/` these are the forecasts with `prompts` from the other pair of GPUs.
 """
 
 
 def read_served(pattern: str) -> Iterator[tuple[str, Record]]:
-    """Yield (folder below the repository, record) of the served loads of runs."""
+    """Yield the folder, relative to the repository, and the record of each served load of the runs."""
     results = unpack_all()
     for folder in sorted(results.glob(pattern)):
         if not (folder / "records.jsonl").is_file():
@@ -80,7 +80,7 @@ def read_served(pattern: str) -> Iterator[tuple[str, Record]]:
 
 
 def estimate_case(source: str, record: Record) -> Case | None:
-    """Return the case of a record that `recommend` estimates, by steps that do not include its model; None without ITL."""
+    """Return the case of a record with the estimate of `recommend`, fitted without its model; None without an ITL."""
     point, serve = record.point, record.serve
     assert serve is not None
     assert point.load is not None
@@ -91,8 +91,8 @@ def estimate_case(source: str, record: Record) -> Case | None:
     plan = plan_engine(
         [point], settings, load_shape(point.model), make_planned_probe(MEASURED_ON, machine.gpus_per_host)
     )
-    of = forecast.Estimator(point, machine, steps.without[point.model])
-    found = forecast.replay_estimated(of, forecast.limit_requests(point), plan, settings)
+    estimator = forecast.Estimator(point, machine, steps.without[point.model])
+    found = forecast.replay_estimated(estimator, forecast.limit_requests(point), plan, settings)
     expected = found.serve
     if not (serve.itl_ms.p50 and serve.ttft_ms.p50 and expected.itl_ms.p50 and expected.ttft_ms.p50):
         return None
@@ -101,7 +101,7 @@ def estimate_case(source: str, record: Record) -> Case | None:
         source=source,
         forecast="",
         machine=record.environment.host_hash,
-        load=name_load(record),
+        load=format_load(record),
         arrival=point.load.arrival,
         ttft=round(serve.ttft_ms.p50 / expected.ttft_ms.p50, 4),
         itl=round(serve.itl_ms.p50 / expected.itl_ms.p50, 4),
@@ -111,7 +111,7 @@ def estimate_case(source: str, record: Record) -> Case | None:
 
 
 def measure_mixed_share(record: Record) -> float | None:
-    """Return the share of gaps between tokens with prompts in their step; None if the record does not count steps."""
+    """Return the share of token gaps whose step has prompts; None if the record has no number of steps."""
     serve = record.serve
     if serve is None or not serve.decode_steps or None in (serve.decode_batch, serve.output_tokens, serve.finished):
         return None
@@ -121,22 +121,22 @@ def measure_mixed_share(record: Record) -> float | None:
     return round(1 - serve.decode_batch * serve.decode_steps / (serve.output_tokens - serve.finished), 4)
 
 
-def name_load(record: Record) -> str:
-    """Return model, layout, exchange and load in one line."""
+def format_load(record: Record) -> str:
+    """Format model, layout, exchange and load."""
     point = record.point
     return f"{point.model} {point.layout_name} {point.format_exchange_label()}, {format_point_load(point)}"
 
 
-def emulated_cases() -> Iterator[Case]:
-    """Yield the forecasts by one GPU of loads that all GPUs served."""
+def iter_emulated_cases() -> Iterator[Case]:
+    """Yield the cases of loads that all GPUs served, with the forecast from one GPU."""
     for pattern, served in FORECAST.items():
-        live = {load_key(record): (source, record) for source, record in read_served(served)}
-        for folder, made in read_served(pattern):
-            source, record = live[load_key(made)]
-            assert made.emulated is not None
-            assert made.point.load is not None
+        live = {make_load_key(record): (source, record) for source, record in read_served(served)}
+        for folder, forecast_record in read_served(pattern):
+            source, record = live[make_load_key(forecast_record)]
+            assert forecast_record.emulated is not None
+            assert forecast_record.point.load is not None
             assert record.environment is not None
-            measured, expected = record.serve, made.serve
+            measured, expected = record.serve, forecast_record.serve
             assert measured is not None
             assert expected is not None
             assert measured.ttft_ms.p50
@@ -144,46 +144,46 @@ def emulated_cases() -> Iterator[Case]:
             assert measured.itl_ms.p50
             assert expected.itl_ms.p50
             yield Case(
-                kind=TOGETHER if made.emulated.prompts else EMULATED,
+                kind=TOGETHER if forecast_record.emulated.prompts else EMULATED,
                 source=source,
                 forecast=folder,
                 machine=record.environment.host_hash,
-                load=name_load(record),
-                arrival=made.point.load.arrival,
+                load=format_load(record),
+                arrival=forecast_record.point.load.arrival,
                 ttft=round(measured.ttft_ms.p50 / expected.ttft_ms.p50, 4),
                 itl=round(measured.itl_ms.p50 / expected.itl_ms.p50, 4),
             )
 
 
-def load_key(record: Record) -> tuple[object, ...]:
-    """Return what a forecast and a served point of one load have in common."""
+def make_load_key(record: Record) -> tuple[object, ...]:
+    """Return the fields that are equal for a forecast and a served point of one load."""
     point, load = record.point, record.point.load
     assert load is not None
-    of_load = (load.arrival, load.request_rate, load.input_tokens, load.output_tokens, load.requests, load.turns)
-    return (point.model, point.layout_name, point.exchange, point.concurrency, *of_load)
+    load_fields = (load.arrival, load.request_rate, load.input_tokens, load.output_tokens, load.requests, load.turns)
+    return (point.model, point.layout_name, point.exchange, point.concurrency, *load_fields)
 
 
-def collect() -> list[Case]:
-    """Return all cases, those of estimates first."""
+def collect_cases() -> list[Case]:
+    """Return all cases, estimated ones first."""
     estimated = [
         case
         for pattern in (*SERVED, *REPLAYED)
         for source, record in read_served(pattern)
         if not record.point.emulate and (case := estimate_case(source, record))
     ]
-    return [*estimated, *emulated_cases()]
+    return [*estimated, *iter_emulated_cases()]
 
 
 class Coverage(NamedTuple):
-    """Count the left-out cases inside the band of the cases of other machines."""
+    """Count cases inside the band of the cases of other machines."""
 
     inside: int
-    cases: int  # with a band
+    cases: int  # cases with a band
     without_number: int  # cases without a forecast of this metric
 
 
 def compute_coverage(kind: Kind, metric: Metric, arrival: str, cases: Sequence[Case]) -> Coverage:
-    """Return how many cases of each machine are inside the band that the cases of all other machines make."""
+    """Count the cases of each machine inside the band of the cases of all other machines."""
     inside = known = unknown = 0
     for case in (c for c in cases if c.kind == kind and c.arrival == arrival):
         others = [c for c in cases if c.machine != case.machine]
@@ -197,14 +197,14 @@ def compute_coverage(kind: Kind, metric: Metric, arrival: str, cases: Sequence[C
     return Coverage(inside=inside, cases=known, without_number=unknown)
 
 
-def table(cases: list[Case]) -> list[str]:
-    """Return the bands and their coverage as a table of Markdown."""
+def format_table(cases: list[Case]) -> list[str]:
+    """Format the bands and their coverage as a Markdown table."""
     lines = [
         "| forecast | arrivals | p50 of | cases, machines | measured / forecast | band | left-out cases inside | without a number |",
         "|---|---|---|--:|--:|--:|--:|--:|",
     ]
     for kind in (ESTIMATED, EMULATED, TOGETHER):
-        for arrival, words in ((CLOSED, "closed loop"), (GAMMA, "at a rate")):
+        for arrival, arrival_text in ((CLOSED, "closed loop"), (GAMMA, "at a rate")):
             for metric in ("ttft", "itl"):
                 band = latency_bands.find_band(kind, metric, arrival, cases, 0.0)
                 if band is None:
@@ -212,23 +212,23 @@ def table(cases: list[Case]) -> list[str]:
                 found = compute_coverage(kind, metric, arrival, cases)
                 inside = f"{found.inside} of {found.cases}"
                 lines.append(
-                    f"| {kind} | {words} | {metric.upper()} | {band.cases}, {band.machines} | {band.low:.2f} to {band.high:.2f} | "
+                    f"| {kind} | {arrival_text} | {metric.upper()} | {band.cases}, {band.machines} | {band.low:.2f} to {band.high:.2f} | "
                     f"× or / {band.factor:.2f} | "
                     f"{inside} | {found.without_number} |"
                 )
-    sure = latency_bands.compute_max_sure_share(cases)
-    return [*lines, "", f"Estimates have an ITL p50 if prompts are in the steps of less than {sure:.0%} of gaps."]
+    max_share = latency_bands.compute_max_sure_share(cases)
+    return [*lines, "", f"Estimates have an ITL p50 if prompts are in the steps of less than {max_share:.0%} of gaps."]
 
 
 def main() -> int:
-    """Print the table, of cases that are measured again with --write."""
+    """Print the table; with --write, collect the cases again before."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--write", action="store_true", help=f"collect the cases again, and write {OUT.name}")
     if parser.parse_args().write:
-        content = msgspec.json.encode(Published(gpu=MEASURED_ON, cases=collect()))
+        content = msgspec.json.encode(Published(gpu=MEASURED_ON, cases=collect_cases()))
         OUT.write_bytes(msgspec.json.format(content, indent=1) + b"\n")
         latency_bands.load_published.cache_clear()
-    sys.stdout.write("\n".join(table(list(latency_bands.load_published()))) + "\n")
+    sys.stdout.write("\n".join(format_table(list(latency_bands.load_published()))) + "\n")
     return 0
 
 

@@ -2,10 +2,11 @@
 
     python -m tools.loaded_weights FOLDER... --tp 1 -o loaded.json
 
-Each model is started with dummy weights, which have the sizes of real ones, until vLLM logs `Model loading took … GiB`, and is ended then.
-The plan is that of `dcpbench sweep --dry-run`. It needs `vllm` on PATH, as many GPUs as --tp, and the model's tokenizer is not read.
-Exit code 0 if all plans are within --limit of the log, 1 if one is not, 2 for options that cannot work, 4 if vLLM ended or met
---timeout without that line.
+vLLM starts each model with dummy weights, which have the sizes of real ones, and is ended when it logs `Model loading took … GiB`. The plan
+is that of `dcpbench sweep --dry-run`. The tool needs `vllm` on PATH and as many GPUs as --tp, and no tokenizer of the model.
+
+Exit codes: 0 if all plans are within --limit of the log, 1 if one is not, 2 for invalid options, 4 if vLLM ended or reached --timeout
+without that line.
 """
 
 from __future__ import annotations
@@ -35,33 +36,33 @@ FLAGS = "--load-format dummy --enforce-eager --skip-tokenizer-init --max-model-l
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights of one rank of a model, in GiB."""
+    """Hold the planned and loaded weights of one rank of a model, in GiB."""
 
     model: str
     tp: int
     weights_dtype: str
     planned_gib: float
-    loaded_gib: list[float]  # weights of each rank that logged them; empty if vLLM ended before
+    loaded_gib: list[float]  # GiB of each rank that logged them; empty if vLLM ended before
     seconds: float
     command: str
     log_tail: list[str] = []
 
     @property
     def error(self) -> float | None:
-        """Return the plan over the largest rank of the log, less 1."""
+        """Return the plan over the largest rank of the log, minus 1; None if no rank logged it."""
         return self.planned_gib / max(self.loaded_gib) - 1 if self.loaded_gib else None
 
 
 def read_loaded_gib(log: str) -> list[float]:
-    """Return the GiB that each rank logs."""
+    """Return the GiB of weights in the log, one number for each rank."""
     return [float(found) for found in LOADED.findall(log)]
 
 
 def plan_weights(model: Path, tp: int) -> tuple[float, str]:
-    """Return the GiB of weights that dcpbench plans for a rank, and their type."""
-    words = f"sweep --model {model} --tp {tp} --dcp 1 --dry-run --gpu H200 --concurrency 1 --context 128 --json"
+    """Return the GiB of weights that dcpbench plans for a rank, and their dtype."""
+    options = f"sweep --model {model} --tp {tp} --dcp 1 --dry-run --gpu H200 --concurrency 1 --context 128 --json"
     done = subprocess.run(
-        [sys.executable, "-m", "dcpbench", *words.split()], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "dcpbench", *options.split()], capture_output=True, text=True, check=False
     )
     if done.returncode:
         sys.exit(f"The weights of {model} cannot be planned:\n{done.stderr}")
@@ -70,9 +71,9 @@ def plan_weights(model: Path, tp: int) -> tuple[float, str]:
 
 
 def load_model(command: Sequence[str], log: Path, ranks: int, limit_s: float) -> list[float]:
-    """Start vLLM, and return what its ranks log, as soon as all have logged it or OTHERS_S after the first.
+    """Start vLLM, wait until all ranks have logged their weights or OTHERS_S after the first, and return the logged GiB.
 
-    Return an empty list if vLLM ends before, or at the limit.
+    The list is empty if vLLM ends before, or at the limit.
     """
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
@@ -94,7 +95,7 @@ def load_model(command: Sequence[str], log: Path, ranks: int, limit_s: float) ->
 
 
 def format_table(found: Sequence[Comparison]) -> str:
-    """Return a Markdown table."""
+    """Format the comparisons as a Markdown table."""
     lines = ["| model | weights | tp | vLLM, GiB a rank | planned | difference |", "|---|---|--:|--:|--:|--:|"]
     for c in found:
         loaded = f"{max(c.loaded_gib):.2f}" if c.loaded_gib else "not loaded"
@@ -104,31 +105,31 @@ def format_table(found: Sequence[Comparison]) -> str:
 
 
 def main() -> int:
-    """Load all models and print the comparison."""
+    """Load all models, and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
-    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel degree; default: %(default)s")
     parser.add_argument("--limit", type=float, default=0.02, help="largest relative difference (default: 0.02)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a model (default: 300)")
     parser.add_argument("--flags", default="", help="further flags of vllm serve")
     parser.add_argument("-o", "--output", type=Path, required=True, help="JSON file; logs are written next to it")
-    given = parser.parse_args()
+    args = parser.parse_args()
     if shutil.which("vllm") is None:
-        parser.error("there is no program `vllm` on PATH; install vLLM, or add its folder to PATH")
-    given.output.parent.mkdir(parents=True, exist_ok=True)
+        parser.error("`vllm` is not on PATH; install vLLM, or add its folder to PATH")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     found = []
-    for folder in given.folders:
-        planned, dtype = plan_weights(folder, given.tp)
-        command = ["vllm", "serve", str(folder), "-tp", str(given.tp), *FLAGS.split(), *given.flags.split()]
-        log = given.output.with_name(f"{folder.name}-tp{given.tp}.log")
+    for folder in args.folders:
+        planned, dtype = plan_weights(folder, args.tp)
+        command = ["vllm", "serve", str(folder), "-tp", str(args.tp), *FLAGS.split(), *args.flags.split()]
+        log = args.output.with_name(f"{folder.name}-tp{args.tp}.log")
         begin = time.monotonic()
-        loaded = load_model(command, log, given.tp, given.timeout)
+        loaded = load_model(command, log, args.tp, args.timeout)
         tail = [] if loaded else log.read_text(errors="replace").splitlines()[-20:]
         if not loaded:
             sys.stderr.write(f"vLLM did not load {folder.name}; the reason is in {log}\n")
         result = Comparison(
             model=folder.name,
-            tp=given.tp,
+            tp=args.tp,
             weights_dtype=dtype,
             planned_gib=planned,
             loaded_gib=loaded,
@@ -137,11 +138,11 @@ def main() -> int:
             log_tail=tail,
         )
         found.append(result)
-        given.output.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
+        args.output.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
     sys.stdout.write(format_table(found) + "\n")
     if not all(c.loaded_gib for c in found):
         return ENDED
-    return int(any(abs(c.error or 0.0) > given.limit for c in found))
+    return int(any(abs(c.error or 0.0) > args.limit for c in found))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write model folders without weights: a config.json of DeepSeek-V3's fields, and a tokenizer of one word for each id."""
+"""Write model folders without weights: a config.json of DeepSeek-V3's fields, and a tokenizer with one word per id."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEEPSEEK_V3: dict[str, Any] = {
     "max_position_embeddings": 163840, "tie_word_embeddings": False, "use_cache": True, "initializer_range": 0.02,
     "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-"""The published sizes, without the layer that drafts tokens."""
+"""The published config without the layer for multi-token prediction."""
 FP8_BLOCK = 128  # rows and columns of a block of fp8 weights with one scale
 FP8_BLOCKS = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
@@ -33,19 +33,19 @@ FP8_BLOCKS = {
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], *, fp8: bool) -> None:
-    """Write config.json, with weights in fp8 if `fp8`, and the tokenizer."""
+    """Write config.json, with fp8 weights if `fp8`, and the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     quantised = {"quantization_config": FP8_BLOCKS} if fp8 else {}
     (folder / "config.json").write_text(json.dumps({**config, **quantised}, indent=1) + "\n")
     (folder / "tokenizer.json").write_text(json.dumps(make_tokenizer(config["vocab_size"])))
-    words = {"bos_token": "t0", "eos_token": "t1", "unk_token": "t0", "model_max_length": 163840}
+    tokens = {"bos_token": "t0", "eos_token": "t1", "unk_token": "t0", "model_max_length": 163840}
     template = {"chat_template": "{% for m in messages %}{{ m['content'] }} {% endfor %}"}
-    described = {"tokenizer_class": "PreTrainedTokenizerFast"} | words | template
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast"} | tokens | template
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
 
 
 def make_tokenizer(vocab: int) -> dict[str, Any]:
-    """Return tokenizer.json of a tokenizer with the words t0, t1, … at the ids 0, 1, …, separated by blanks."""
+    """Return tokenizer.json with the words t0, t1, … for the ids 0, 1, …, separated by blanks."""
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
         "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,

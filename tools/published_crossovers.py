@@ -2,12 +2,12 @@
 
     python -m tools.published_crossovers [--write]
 
-prints each figure of tools/published_crossovers.json with its forecast, the factor by which the forecast misses it, and the
-explanation of each miss above MAX_FACTOR. `--write` stores the forecasts in that file; docs/recommend.md has the table. Takes some minutes;
-needs no GPU.
+It prints each figure of tools/published_crossovers.json with its forecast, the factor by which the forecast misses it, and an explanation if
+that is above MAX_FACTOR. `--write` stores the forecasts in that file; docs/recommend.md has the table. It takes some minutes and needs no
+GPU.
 
 A gain is the output of a layout over that of its baseline. A crossover is the concurrency from which the layout has more output than
-its baseline, by decode steps alone; published ones lie between two measured concurrencies.
+its baseline in decode steps; published crossovers are between two measured concurrencies.
 """
 
 from __future__ import annotations
@@ -40,35 +40,33 @@ if TYPE_CHECKING:
     from dcpbench.recommend.forecast import Forecast
 
 FILE = Path(__file__).with_suffix(".json")
-MAX_FACTOR = 1.2  # miss above which an entry needs an explanation
-LEVELS = (1, 2, 4, 8, 16, 32, 64)  # concurrencies at which a crossover is looked for
-EXCHANGE = "ag_rs"  # of all published figures
+MAX_FACTOR = 1.2  # factor above which an entry needs an explanation
+LEVELS = (1, 2, 4, 8, 16, 32, 64)  # concurrencies between which a crossover is searched
+EXCHANGE = "ag_rs"  # exchange of all published figures
 
 
 class Entry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Hold one published figure with its conditions, and the forecast of it."""
+    """Hold one published figure with its conditions and its forecast."""
 
     source: str
     url: str
-    read: str  # what of the source was read, and what is derived or assumed
+    read: str  # the part of the source that was read, and what is derived or assumed
     model: str
-    machine: str  # of `dcpbench machines`
+    machine: str  # name in `dcpbench machines`
     weights_dtype: str
     kv_dtype: str = "bf16"
     kv_memory: str | None = None
     layout: tuple[int, int, int]  # tp, dp, dcp
     baseline: tuple[int, int, int]
-    input_tokens: str  # of a crossover the tokens of each request
-    output_tokens: str | None = None  # None for decode steps alone
+    input_tokens: str  # for a crossover, the tokens of each request
+    output_tokens: str | None = None  # None for decode steps
     concurrency: int | None = None  # None for a crossover
     request_rate: float | None = None
     requests: int | None = None
-    gain: float | None = None  # published output of the layout over that of its baseline
-    crossover: tuple[int, int] | None = (
-        None  # published concurrencies of which the lower one is behind, the higher ahead
-    )
+    gain: float | None = None  # published output of the layout over that of the baseline
+    crossover: tuple[int, int] | None = None  # published concurrencies at which the layout is behind, and ahead
     forecast: float | None = None  # gain, or concurrency of the crossover
-    explanation: str = ""  # why the forecast misses by more than MAX_FACTOR
+    explanation: str = ""  # reason why the forecast misses by more than MAX_FACTOR
 
     @property
     def factor(self) -> float | None:
@@ -79,16 +77,16 @@ class Entry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defau
 
 
 def compute_factor(found: float, low: float | None, high: float | None) -> float:
-    """Return 1 for a figure between both ends, else its ratio to the nearest end or the inverse, whichever is above 1."""
+    """Return the factor between a figure and the nearest end of a range, at least 1; 1 inside the range."""
     assert low is not None
     assert high is not None
     return max(low / found, found / high, 1.0)
 
 
 def find_crossover(ratios: Sequence[tuple[int, float]]) -> float | None:
-    """Return the concurrency at which a ratio reaches 1, between two levels by the logarithms of both; None if it never does.
+    """Return the concurrency at which the ratio reaches 1, interpolated in logarithms between levels; None if it never does.
 
-    A ratio that begins at 1 or above crosses at the first level at the latest.
+    If the first ratio is 1 or above, return the first level.
     """
     for (below, low), (above, high) in itertools.pairwise(ratios):
         if low >= 1:
@@ -106,7 +104,7 @@ def read_entries() -> list[Entry]:
 
 
 def forecast_entry(entry: Entry) -> float | None:
-    """Return the forecast of a figure; None if a layout does not fit, or never overtakes its baseline."""
+    """Return the forecast of a figure; None if a layout does not fit, or is never ahead of its baseline."""
     if entry.crossover is not None:
         ratios = [(level, _compute_ratio(entry, level)) for level in LEVELS]
         return find_crossover([(level, ratio) for level, ratio in ratios if ratio is not None])
@@ -115,15 +113,15 @@ def forecast_entry(entry: Entry) -> float | None:
 
 
 def _compute_ratio(entry: Entry, concurrency: int) -> float | None:
-    """Return the output of the layout over that of its baseline: infinite if only the layout has the KV of a step, None if neither has."""
-    of, against = (_estimate(entry, degrees, concurrency) for degrees in (entry.layout, entry.baseline))
-    if of is None:
+    """Return the output of the layout over that of its baseline; infinite if only the layout fits, None if it does not fit."""
+    layout, baseline = (_estimate(entry, degrees, concurrency) for degrees in (entry.layout, entry.baseline))
+    if layout is None:
         return None
-    return math.inf if against is None else of.tok_s / against.tok_s
+    return math.inf if baseline is None else layout.tok_s / baseline.tok_s
 
 
 def _estimate(entry: Entry, degrees: tuple[int, int, int], concurrency: int) -> Forecast | None:
-    """Return the estimate of a layout; None if the KV of a decode step does not fit."""
+    """Return the estimate of a layout; None if the KV cache of a decode step does not fit."""
     point = _make_point(entry, Layout(*degrees), concurrency)
     machine, steps, shape = load_machine(entry.machine), load_published_steps(), load_shape(entry.model)
     memory = None if entry.kv_memory is None else parse_bytes("kv_memory", entry.kv_memory)
@@ -170,7 +168,7 @@ def _make_point(entry: Entry, layout: Layout, concurrency: int) -> Point:
 
 
 def format_table(entries: Sequence[Entry]) -> Iterator[str]:
-    """Yield the lines of a Markdown table; figures of one source, machine and kind share a row, in one order in all columns."""
+    """Yield the lines of a Markdown table; figures of one source, machine and kind share a row, in the same order in all columns."""
     yield "| source | model, 8 × | loads | published | forecast | misses by |"
     yield "|---|---|---|---|---|---|"
     for (source, url, model, machine, _), group in itertools.groupby(entries, key=_make_group_key):
@@ -187,30 +185,30 @@ def _make_group_key(entry: Entry) -> tuple[str, str, str, str, bool]:
 
 
 def _format_loads(row: Sequence[Entry]) -> str:
-    """Return the loads of a row; those that differ in their prompts alone as `64 × 32,768; 65,536 → 8,192`."""
-    own, prompts = list(map(format_load, row)), [_format_tokens(entry.input_tokens) for entry in row]
-    if len({load.replace(prompt, "", 1) for load, prompt in zip(own, prompts, strict=True)}) == 1:
-        return own[0].replace(prompts[0], "; ".join(prompts), 1)
-    return "; ".join(own)
+    """Format the loads of a row; loads that differ only in their prompts as `64 × 32,768; 65,536 → 8,192`."""
+    loads, prompts = list(map(format_load, row)), [_format_tokens(entry.input_tokens) for entry in row]
+    if len({load.replace(prompt, "", 1) for load, prompt in zip(loads, prompts, strict=True)}) == 1:
+        return loads[0].replace(prompts[0], "; ".join(prompts), 1)
+    return "; ".join(loads)
 
 
 def format_load(entry: Entry) -> str:
-    """Return `64 × 32,768 → 8,192`, with the baseline if that is attention DP."""
+    """Format a load as `64 × 32,768 → 8,192`, with the baseline if it has attention DP."""
     tokens = _format_tokens(entry.input_tokens)
     if entry.output_tokens is None:
         return f"steps of {tokens}"
     clients = entry.concurrency if entry.request_rate is None else entry.requests
-    against = f" against {_make_point(entry, Layout(*entry.baseline), 1).layout_name}" if entry.baseline[1] > 1 else ""
-    return f"{clients:,} × {tokens} → {_format_tokens(entry.output_tokens)}{against}"
+    baseline = f" against {_make_point(entry, Layout(*entry.baseline), 1).layout_name}" if entry.baseline[1] > 1 else ""
+    return f"{clients:,} × {tokens} → {_format_tokens(entry.output_tokens)}{baseline}"
 
 
 def _format_tokens(text: str) -> str:
-    """Return `4,000` or `819–1,024`."""
+    """Format numbers of tokens as `4,000` or `819–1,024`."""
     return "–".join(f"{int(end):,}" for end in text.removeprefix("uniform:").split("-"))
 
 
 def _format_figures(entry: Entry) -> tuple[str, str]:
-    """Return the published figure and its forecast: gains `1.57`, or clients of a crossover, `8–16`."""
+    """Format the published figure and its forecast: a gain as `1.57`, a crossover as `8–16`."""
     if entry.crossover is None:
         return f"{entry.gain:.2f}", "none" if entry.forecast is None else f"{entry.forecast:.2f}"
     low, high = entry.crossover
@@ -231,7 +229,7 @@ def list_explanations(entries: Sequence[Entry]) -> list[str]:
 
 
 def main() -> int:
-    """Print the table with new forecasts; store them with --write."""
+    """Compute the forecasts, print the table, and store the forecasts with --write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"store the forecasts in {FILE.name}")
     write = parser.parse_args().write

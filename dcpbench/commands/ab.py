@@ -251,8 +251,10 @@ def _parse_arguments(variants: Variants, side: str, command: Command) -> list[st
         raise UsageError(f"--{side} {text!r}: leave out {OURS[given[0]]}; ab sets it for every launch.")
     if "baseline" not in typed:
         return arguments
-    asked = typed["baseline"] is not None or (typed["config"] and "baseline" in _read_config(typed["config"], variants))
-    return arguments if asked else [*arguments, "--no-baseline"]
+    has_baseline = typed["baseline"] is not None or (
+        typed["config"] and "baseline" in _read_config(typed["config"], variants)
+    )
+    return arguments if has_baseline else [*arguments, "--no-baseline"]
 
 
 def _has_option(arguments: Sequence[str], names: Sequence[str]) -> bool:

@@ -71,8 +71,8 @@ def calibrate(
     _check_files(out, force=force)
     picture = out.with_suffix(".png")
     host = gpus_per_host or cluster_specs.GPUS_PER_HOST
-    asked = cluster_specs.Machine(name="options", gpu=gpu or gpus.GPUS[0].name, gpus_per_host=host, link=link)
-    cluster_specs.parse_machine(cluster_specs.format_machine(asked).encode(), "these options")
+    requested = cluster_specs.Machine(name="options", gpu=gpu or gpus.GPUS[0].name, gpus_per_host=host, link=link)
+    cluster_specs.parse_machine(cluster_specs.format_machine(requested).encode(), "these options")
     prompts = calibration.compute_prompt_ratios(calibration.find_step_times(runs or []))
     benches = [
         path for path in runs or [] if any(path.rglob("bench-*.json")) or not calibration.find_step_times([path])
@@ -80,7 +80,7 @@ def calibrate(
     if any(path.suffix == ".toml" for path in benches):
         made = _update_machine(benches, name=name, gpu=gpu, gpus_per_host=gpus_per_host, link=link)
     else:
-        made = _make_machine(asked, calibration.read_records(benches) if benches else _measure_calls(), name, gpu)
+        made = _make_machine(requested, calibration.read_records(benches) if benches else _measure_calls(), name, gpu)
     written = cluster_specs.format_machine(msgspec.structs.replace(made, prompts=prompts or made.prompts)).encode()
     machine = cluster_specs.parse_machine(written, "these options")
     with convert_output_errors(out, "name another file with --out"):
@@ -128,7 +128,7 @@ def _check_files(out: Path, *, force: bool) -> None:
     raise OutputError(f"{out} {why}; name another file with --out, such as --out our-h200.toml.")
 
 
-def _make_machine(asked: "Machine", records: "list[BenchRecord]", name: str | None, gpu: str | None) -> "Machine":
+def _make_machine(requested: "Machine", records: "list[BenchRecord]", name: str | None, gpu: str | None) -> "Machine":
     """Return the machine with its measured calls. Without --name or --gpu these are taken from the benches."""
     import msgspec
 
@@ -143,7 +143,7 @@ def _make_machine(asked: "Machine", records: "list[BenchRecord]", name: str | No
     other = gpu and card and gpu != card
     usual = f"{gpu}, its communication measured on {card}" if other else f"{gpu or card}, measured"
     calls = calibration.collect_samples(records)
-    return msgspec.structs.replace(asked, name=name or usual, gpu=gpu or card, measured=measured, calls=calls)
+    return msgspec.structs.replace(requested, name=name or usual, gpu=gpu or card, measured=measured, calls=calls)
 
 
 def _update_machine(paths: list[Path], **typed: object) -> "Machine":

@@ -42,7 +42,7 @@ def make_unknown_probe(count: int) -> Probe:
     return Probe(
         device="cuda",
         count=count,
-        name="asked for",
+        name="requested",
         memory_bytes=ANY_MEMORY,
         capability=HOPPER,
         packages=dict.fromkeys(LIBRARIES.values(), "planned"),

@@ -300,10 +300,10 @@ def replay_step_times(
         )
     if policy:
         check_known("policy", policy, ENGINE_POLICIES)
-    asked = {name: value for name, value in given.items() if name in loads}
+    load_options = {name: value for name, value in given.items() if name in loads}
     degrees = {name: times.path[name] for name in DEGREES if times.path["tp"]}
     cpu = times.environment.device == CPU
-    spec = make_server_spec({**asked, **degrees}, cpu=cpu)
+    spec = make_server_spec({**load_options, **degrees}, cpu=cpu)
     settings = msgspec.structs.replace(spec.settings, step_times=resolved)
     probe = Probe(device="cpu" if cpu else "cuda", count=int(times.path["tp"]), name=times.environment.device)
     point_runner.record_device(run, probe)
@@ -404,13 +404,15 @@ def _measure_running(
     if spec.wrong is not None:
         raise spec.wrong
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=spec.layout["tp"], name=run.gpu_name or "")
-    asked = _make_client_config(url, options, run, spec.layout["tp"])
+    config = _make_client_config(url, options, run, spec.layout["tp"])
     if run.caller.elsewhere is not None:
         return 0
-    info = fetch_server_info(asked.target, asked.retries).with_kv_capacity(dp=spec.layout["dp"], dcp=spec.layout["dcp"])
+    info = fetch_server_info(config.target, config.retries).with_kv_capacity(
+        dp=spec.layout["dp"], dcp=spec.layout["dcp"]
+    )
     card = info.find_model(spec.model)
     if run.dry_run or run.caller.part is None:
-        for note in (f"{asked.target.url}: {f'{info.engine} {info.version}'.rstrip()}, model {card.id}.", *info.notes):
+        for note in (f"{config.target.url}: {f'{info.engine} {info.version}'.rstrip()}, model {card.id}.", *info.notes):
             print_stderr(note)
     point_runner.record_device(run, probe)
     if run.dry_run or run.caller.part is None:
@@ -424,13 +426,13 @@ def _measure_running(
         return 0
     if options.traces is not None:
         make_traces_folder(options.traces)
-    prompt_format = resolve_prompt_format(asked, card.id)
+    prompt_format = resolve_prompt_format(config, card.id)
     folder = run.output or folders.choose_folder(f"{info.engine}-{Path(card.id).name}", (spec.layout["tp"],))
     options_of_replays = ReplayOptions(policy=replays.policy or "", token_budget=replays.token_budget)
 
     def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
         server = MeasuredServer(
-            config=asked, info=info, prompt_format=prompt_format, settings=work.settings, folder=work.folder
+            config=config, info=info, prompt_format=prompt_format, settings=work.settings, folder=work.folder
         )
         with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points) as bar:
             replay = functools.partial(replay_on_server, options=options_of_replays)
@@ -463,7 +465,7 @@ def _measure_started(
     weights = choose_weights(preset, str(given["model"]), options.weights)
     specs = [make_server_spec(one, cpu=run.device == "cpu", weights=weights) for one in split]
     spec, model = specs[0], str(specs[0].model)
-    asked = _make_client_config("http://127.0.0.1:1", options, run, spec.layout["tp"])
+    config = _make_client_config("http://127.0.0.1:1", options, run, spec.layout["tp"])
     if point_runner.is_values_only(run, ()):
         return 0
 
@@ -494,7 +496,7 @@ def _measure_started(
             servers = ServerSweep(
                 engine=preset,
                 model=model,
-                config=asked,
+                config=config,
                 settings=work.settings,
                 folder=work.folder,
                 limit_s=get_start_s(run.timeout),

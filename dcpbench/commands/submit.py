@@ -24,8 +24,8 @@ from dcpbench.show.text import format_list
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from dcpbench.submit.asked import JobSpec, SubmittedJob
     from dcpbench.submit.follow import Queue, State
+    from dcpbench.submit.submission import JobSpec, SubmittedJob
 
 app = typer.Typer(
     name="submit",
@@ -173,7 +173,7 @@ def slurm(job: Job, cluster: Slurm, containers: SlurmContainers, words: Words = 
     for option in cluster.sbatch or []:
         if not option.startswith("-"):
             raise UsageError(f"--sbatch {option}: write an option of sbatch, such as --sbatch=--qos=high.")
-    asked = _parse_submission(
+    spec = _parse_submission(
         words or [],
         job,
         TargetCluster(
@@ -198,9 +198,9 @@ def slurm(job: Job, cluster: Slurm, containers: SlurmContainers, words: Words = 
         mounts=tuple(containers.mount or ()),
     )
     if job.dry_run:
-        sys.stdout.write(queue.render_script(asked, asks))
+        sys.stdout.write(queue.render_script(spec, asks))
         return 0
-    return _run_submission(asked, lambda asked: queue.submit(asked, asks))
+    return _run_submission(spec, lambda spec: queue.submit(spec, asks))
 
 
 @register_command(app, rich_help_panel="Submit", context_settings={"allow_interspersed_args": False})
@@ -222,16 +222,16 @@ def k8s(job: Job, cluster: Kubernetes, words: Words = None) -> int:
     if not cluster.image:
         raise UsageError("Kubernetes needs an image with dcpbench in it; add for example --image registry/dcpbench:1.")
     pod = queue.read_pod(cluster.pod) if cluster.pod else {}
-    asked = _parse_submission(
+    spec = _parse_submission(
         words or [], job, TargetCluster("k8s", shared=False, otherwise=queue.has_gpu_resources(pod))
     )
-    if asked.time:
-        queue.parse_time_limit(asked.time)
+    if spec.time:
+        queue.parse_time_limit(spec.time)
     if cluster.restarts < 0:
         raise UsageError(f"--restarts {cluster.restarts} is negative; try --restarts 1, or leave it out.")
     if cluster.restarts and job.detach:
         raise UsageError("--restarts needs this command to wait until the job ends; leave --detach out.")
-    kept = {"--detach": job.detach, "--resume": asked.start == "--resume", "--restarts": cluster.restarts}
+    kept = {"--detach": job.detach, "--resume": spec.start == "--resume", "--restarts": cluster.restarts}
     if not cluster.claim and any(kept.values()):
         which = next(option for option, given in kept.items() if given)
         raise UsageError(
@@ -247,9 +247,9 @@ def k8s(job: Job, cluster: Kubernetes, words: Words = None) -> int:
         pod=pod,
     )
     if job.dry_run:
-        sys.stdout.write(queue.format_manifests(asked, asks))
+        sys.stdout.write(queue.format_manifests(spec, asks))
         return 0
-    return _run_submission(asked, lambda asked: queue.submit(asked, asks), cluster.restarts)
+    return _run_submission(spec, lambda spec: queue.submit(spec, asks), cluster.restarts)
 
 
 @register_command(app, rich_help_panel="Afterwards")
@@ -261,8 +261,8 @@ def follow(run: Run) -> int:
     For example: dcpbench submit follow runs/monday
     """
     from dcpbench.launch.stopping import print_when_stopped
-    from dcpbench.submit.asked import require_job
     from dcpbench.submit.follow import follow_job as stay
+    from dcpbench.submit.submission import require_job
 
     folder = run.absolute()
     job = require_job(folder)
@@ -276,8 +276,8 @@ def cancel(run: Run) -> int:
 
     For example: dcpbench submit cancel runs/monday
     """
-    from dcpbench.submit.asked import require_job
     from dcpbench.submit.follow import cancel_job as end
+    from dcpbench.submit.submission import require_job
 
     folder = run.absolute()
     job = require_job(folder)
@@ -301,22 +301,22 @@ def _check_one_line(options: Mapping[str, object]) -> None:
             raise UsageError(f"{format_flag(name)} holds a line break or another control character; leave it out.")
 
 
-def _run_submission(asked: JobSpec, submit: Callable[[JobSpec], SubmittedJob], restarts: int = 0) -> int:
+def _run_submission(spec: JobSpec, submit: Callable[[JobSpec], SubmittedJob], restarts: int = 0) -> int:
     """Submit the job and, unless detached, follow it. Submit it again up to `restarts` times if it loses a machine."""
     import msgspec
 
-    _check_folder(asked)
-    state = _follow_job(asked, submit)
+    _check_folder(spec)
+    state = _follow_job(spec, submit)
     while state is not None and state.lost and restarts:
         restarts -= 1
-        again = f"{asked.name}-again-{restarts}"
-        state = _follow_job(msgspec.structs.replace(asked, start=asked.again, name=again), submit)
+        again = f"{spec.name}-again-{restarts}"
+        state = _follow_job(msgspec.structs.replace(spec, start=spec.again, name=again), submit)
     if state is not None and state.lost:
-        print_stderr(f"To go on: submit it again with -o {shlex.quote(str(asked.folder))} --resume")
+        print_stderr(f"To go on: submit it again with -o {shlex.quote(str(spec.folder))} --resume")
     return 0 if state is None else state.code
 
 
-def _follow_job(asked: JobSpec, submit: Callable[[JobSpec], SubmittedJob]) -> State | None:
+def _follow_job(spec: JobSpec, submit: Callable[[JobSpec], SubmittedJob]) -> State | None:
     """Submit a job and return its final state, or None if detached. An interrupt cancels the job."""
     from dcpbench.launch.stopping import delay_signals, print_when_stopped
     from dcpbench.submit.follow import cancel_job as end
@@ -326,20 +326,20 @@ def _follow_job(asked: JobSpec, submit: Callable[[JobSpec], SubmittedJob]) -> St
     with print_when_stopped(""):
         try:
             with delay_signals():  # whoever interrupts it now has a job that must be known to be cancelled
-                job = submit(asked)
-                queue = _make_queue(job, asked.folder)
-            print_stderr(f"{job.description} is submitted. Run: {asked.folder}")
-            if asked.keeps:
+                job = submit(spec)
+                queue = _make_queue(job, spec.folder)
+            print_stderr(f"{job.description} is submitted. Run: {spec.folder}")
+            if spec.keeps:
                 return stay(queue)
-            print_stderr(f"To see how far it is: {_format_command('follow', asked.folder)}")
-            print_stderr(f"To end it: {_format_command('cancel', asked.folder)}")
+            print_stderr(f"To see how far it is: {_format_command('follow', spec.folder)}")
+            print_stderr(f"To end it: {_format_command('cancel', spec.folder)}")
         except (KeyboardInterrupt, SystemExit):
             if queue is not None:
                 print_stderr(
-                    f"\nCancelling {job.description}. If this is interrupted, too: {_format_command('cancel', asked.folder)}"
+                    f"\nCancelling {job.description}. If this is interrupted, too: {_format_command('cancel', spec.folder)}"
                 )
                 end(queue)
-                print_stderr(f"{job.description} is cancelled. {job.describe_results(asked.folder)}")
+                print_stderr(f"{job.description} is cancelled. {job.describe_results(spec.folder)}")
             raise
     return None
 
@@ -356,24 +356,24 @@ def _format_command(what: str, folder: Path) -> str:
     return shlex.join(["dcpbench", "submit", what, str(folder)])
 
 
-def _check_folder(asked: JobSpec) -> None:
+def _check_folder(spec: JobSpec) -> None:
     """Raise OutputError if the folder holds records that would be lost, or if its last job has not ended."""
     from dcpbench.launch import folders
-    from dcpbench.submit.asked import load_job
     from dcpbench.submit.follow import NoAnswerError
+    from dcpbench.submit.submission import load_job
 
-    folders.check_free(asked.folder, goes_on=bool(asked.start))
-    job = load_job(asked.folder)
+    folders.check_free(spec.folder, goes_on=bool(spec.start))
+    job = load_job(spec.folder)
     if job is None:
         return
     try:
-        ended = _make_queue(job, asked.folder).fetch_state().ended
+        ended = _make_queue(job, spec.folder).fetch_state().ended
     except NoAnswerError as e:
-        raise OutputError(f"{asked.folder} was submitted before, and {e}; try again, or give another folder.") from e
+        raise OutputError(f"{spec.folder} was submitted before, and {e}; try again, or give another folder.") from e
     if not ended:
         raise OutputError(
-            f"{job.description} of {asked.folder} has not ended; wait for it with `{_format_command('follow', asked.folder)}`, end it with "
-            f"`{_format_command('cancel', asked.folder)}`, or give another folder with -o."
+            f"{job.description} of {spec.folder} has not ended; wait for it with `{_format_command('follow', spec.folder)}`, end it with "
+            f"`{_format_command('cancel', spec.folder)}`, or give another folder with -o."
         )
 
 
@@ -388,7 +388,7 @@ class TargetCluster:
 
 def _parse_submission(words: Sequence[str], job: Job, where: TargetCluster) -> JobSpec:
     """Parse and validate the submitted command. Raise UsageError, or the error that the command itself would raise."""
-    from dcpbench.submit.asked import SUBMIT_FOLDER, JobSpec
+    from dcpbench.submit.submission import SUBMIT_FOLDER, JobSpec
 
     example = f"dcpbench submit {where.kind} --nodes 2 --gpus-per-node 8 -- sweep --tp 16 --dcp 8"
     words = words[1:] if words[:1] == ["dcpbench"] else words

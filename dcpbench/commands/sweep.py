@@ -66,6 +66,7 @@ class Run(opt.RunOnMachines):
         Timeout,
         "stall",
         "point",
+        "retries",
         "start",
         stall=f"{Timeout.list_keys()['stall'].text} With --engine: time without a token after which a request has failed. Default: 300; 600 with --engine.",
     )

@@ -212,17 +212,17 @@ def verify(layouts: Layouts, load: Load, how: opt.LayerOptions, remote: ServerOp
         return _print_checks(points, folder, run)
 
 
-def _list_layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"]:
+def _list_layouts(spec: "SweepSpec", layouts: Layouts, probe: "Probe") -> list["Layout"]:
     """Return the default layouts that fit these GPUs, or every valid layout with the given degrees."""
     from dcpbench.models import load_shape
     from dcpbench.points.layout import Layout, list_valid_layouts, place_experts
 
-    if not (asked.tp or asked.dp or asked.dcp):
+    if not (layouts.tp or layouts.dp or layouts.dcp):
         usual = [Layout(tp=tp, dp=dp, dcp=dcp) for tp, dp, dcp in USUAL]
         return [x for x in usual if probe.device == "cpu" or x.tp <= probe.count]
     shape = load_shape(spec.model[0])
-    dps = spec.dp if asked.dp else (None,)
-    tps = spec.tp if asked.tp else (max(spec.dp) * max(spec.dcp or (1,)),)
+    dps = spec.dp if layouts.dp else (None,)
+    tps = spec.tp if layouts.tp else (max(spec.dp) * max(spec.dcp or (1,)),)
     found: list[Layout] = []
     eps = [str(ep) for ep in spec.how["ep"]]
     for tp, dp, dcp in itertools.product(tps, dps, spec.dcp or (None,)):

@@ -54,8 +54,8 @@ def find_differences(pairs: Sequence[Pair]) -> list[Difference]:
     """Return every recorded value of matched points that differs between the sides, compared as sets."""
     a, b = _collect_sides(pairs)
     settings = sorted({name for r in (*a, *b) if r.environment for name in r.environment.settings})
-    asked = sorted({name for r in (*a, *b) for name in r.measured_with})
-    conditions = [[_list_conditions(record, settings, asked) for record in side] for side in (a, b)]
+    setting_names = sorted({name for r in (*a, *b) for name in r.measured_with})
+    conditions = [[_list_conditions(record, settings, setting_names) for record in side] for side in (a, b)]
     found = []
     for i, (what, _) in enumerate(conditions[0][0]):
         x, y = (
@@ -96,14 +96,16 @@ def collect_warnings(records: Iterable[Record]) -> list[str]:
     return sorted({fit_name(warning, MAX_TEXT_CHARS) for r in records for warning in r.warnings})[:20]
 
 
-def _list_conditions(r: Record, settings: Sequence[str], asked: Sequence[str]) -> list[tuple[str, Sequence[object]]]:
+def _list_conditions(
+    r: Record, settings: Sequence[str], setting_names: Sequence[str]
+) -> list[tuple[str, Sequence[object]]]:
     """Return how a record was taken, as pairs of name and values, including these `settings` of its machine and its command."""
     env, conditions, given = r.environment, r.conditions, r.measured_with
     return [
         *((what, [getattr(env, name)] if env else []) for what, name in ENVIRONMENT),
         *((what, [getattr(conditions, name)] if conditions else []) for what, name in CONDITIONS),
         *((n + WITHHELD if SECRET.search(n) else n, [env.settings.get(n)] if env else []) for n in settings),
-        *((f"setting {name}", [given.get(name)] if given else []) for name in asked),
+        *((f"setting {name}", [given.get(name)] if given else []) for name in setting_names),
         ("measured by", [get_origin(r)]),
         *((what, [getattr(r.server, name)] if r.server else []) for what, name in SERVER),
         ("auto chose", [r.choice] if r.choice else []),

@@ -93,10 +93,10 @@ def find_visible(report: Report, nvml: Any, env: Mapping[str, str]) -> list[Card
         handle = report.read("GPUs", lambda i=index: nvml.nvmlDeviceGetHandleByIndex(i), where=f"GPU {index}")  # type: ignore[misc]
         if handle is not None:
             cards.append(Card(nvml, index, handle, report))
-    asked = env.get("CUDA_VISIBLE_DEVICES")
-    if asked is not None:
-        cards = _select_cards(cards, [word.strip() for word in asked.split(",") if word.strip()], report)
-    seen = f"{count} in all" if asked is None else f"{len(cards)} of {count}, by CUDA_VISIBLE_DEVICES"
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        cards = _select_cards(cards, [word.strip() for word in visible.split(",") if word.strip()], report)
+    seen = f"{count} in all" if visible is None else f"{len(cards)} of {count}, by CUDA_VISIBLE_DEVICES"
     remedy = "unset CUDA_VISIBLE_DEVICES, or look with nvidia-smi whether the driver has lost a GPU."
     report.add_verdict("GPUs", "" if cards else f"a run would see none: {seen}.", remedy, f"{seen}.")
     return cards
@@ -214,12 +214,12 @@ def _check_clocks(card: Card) -> None:
     nvml, check = card.nvml, "clocks"
     top = card.fetch(check, "nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM)
     now = card.fetch(check, "nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)
-    asked = card.fetch_if_supported(
+    set_mhz = card.fetch_if_supported(
         check, "nvmlDeviceGetApplicationsClock", nvml.NVML_CLOCK_SM, without="no clocks are set for applications."
     )
-    if top is None or now is None or asked is None:
+    if top is None or now is None or set_mhz is None:
         return
-    wrong = f"set to {asked:,} MHz for applications, of {top:,} MHz." if asked < top else ""
+    wrong = f"set to {set_mhz:,} MHz for applications, of {top:,} MHz." if set_mhz < top else ""
     card.add_verdict(check, wrong, f"sudo nvidia-smi -i {card.index} -rac", f"up to {top:,} MHz, now {now:,} MHz.")
 
 

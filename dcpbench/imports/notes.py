@@ -31,7 +31,7 @@ def describe_records(records: Sequence[Record], engine: str) -> list[str]:
         found.append(f"{n} of {count} without times of requests: means and percentiles are the tool's own.{computed}")
     if n := warnings[imported_metrics.NOMINAL]:
         found.append(
-            f"{n} of {count} shown by the lengths asked for, while their requests were on average more than 5 % shorter "
+            f"{n} of {count} shown by the requested lengths, while their requests were on average more than 5 % shorter "
             "or longer."
         )
     if n := warnings[imported_metrics.CHUNK_GAPS]:

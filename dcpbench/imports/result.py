@@ -153,7 +153,7 @@ class Result:
         """Return whether requests of such lengths can have had these means."""
         low, high = PLAUSIBLE
         pairs = zip(self.compute_means() or (), lengths, strict=False)
-        return all(low <= mean / asked <= high for mean, asked in pairs if asked)
+        return all(low <= mean / requested <= high for mean, requested in pairs if requested)
 
     def estimate_chunk_tokens(self) -> float | None:
         """Return the mean number of tokens per chunk from the tool's own summary; None if it cannot be estimated.

@@ -70,7 +70,7 @@ def capture_hang(ranks: Ranks) -> tuple[Path, dict[str, str]]:
     nccl = threading.Thread(target=fetch_nccl_report, args=(folder / NCCL_FILE,), daemon=True)
     if gpus is not None:  # without a GPU there is no NCCL that could answer
         nccl.start()
-    asked = [rank for rank in pids if _send_request(ranks.logs / ASK.format(rank))]
+    requested_ranks = [rank for rank in pids if _send_request(ranks.logs / ASK.format(rank))]
     stacks = ranks.collect_stacks()
     spent = max(time.monotonic() - began, 1e-3)
     seen = [
@@ -84,7 +84,7 @@ def capture_hang(ranks: Ranks) -> tuple[Path, dict[str, str]]:
     for rank in ranks.ranks:
         _copy_log_and_heartbeats(ranks, rank, folder)
     until = time.monotonic() + ASK_S
-    for rank in asked:
+    for rank in requested_ranks:
         answered = ranks.logs / ANSWERED.format(rank)
         while not answered.exists() and time.monotonic() < until:
             time.sleep(0.05)

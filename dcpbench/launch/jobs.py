@@ -113,7 +113,7 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     code: int  # exit code; -9 means signal 9
-    asked: bool  # True if torchrun had asked this rank to stop before it failed: another one is the cause
+    terminated: bool  # True if torchrun terminated this rank before it failed: another rank is the cause
     at: float  # Unix time
 
 

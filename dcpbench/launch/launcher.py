@@ -136,7 +136,7 @@ def find_first_gone(failures: Sequence[Failure], exits: Sequence[Exit], *, finis
     spoke = {f.rank for f in failures}
     causes = {f.rank for f in failures if not _is_collective(f)}
     first_error_at = min((e.at for e in exits if e.rank in causes), default=math.inf)
-    gone = [e for e in exits if not e.asked and e.rank not in spoke and not (finished and e.code == 0)]
+    gone = [e for e in exits if not e.terminated and e.rank not in spoke and not (finished and e.code == 0)]
     first = min(gone, key=lambda e: e.at, default=None)
     return first if first is not None and (first.at < first_error_at or not causes) else None
 
@@ -279,7 +279,7 @@ class _JobEnd:
 
     def has_been_ended(self, rank: int) -> bool:
         """Return True if a rank was ended by torchrun, or together with it."""
-        return self.code < 0 or any(e.asked for e in self.exits if e.rank == rank)
+        return self.code < 0 or any(e.terminated for e in self.exits if e.rank == rank)
 
     def is_past_limit(self, limit_s: float | None) -> bool:
         """Return True if the current point has taken longer than `limit_s`."""

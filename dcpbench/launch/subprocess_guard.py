@@ -79,11 +79,11 @@ def _become(parent: int, command: list[str]) -> NoReturn:
 def _run_rank(worker: str, job: str, folder: str, logs: str, first: str, ranks: str) -> int:
     """Start the rank, pass signals on to it, and write how it ended. Returns the exit code, as of a shell."""
     _tie(int(os.environ[PARENT]))
-    rank, own, asked, child = str(int(first) + int(os.environ["LOCAL_RANK"])), os.getpid(), [], 0
+    rank, own, passed_signals, child = str(int(first) + int(os.environ["LOCAL_RANK"])), os.getpid(), [], 0
     os.environ |= {"RANK": rank, "WORLD_SIZE": ranks}
 
     def pass_on(number: int, _: object) -> None:
-        asked.append(number)
+        passed_signals.append(number)
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
 
@@ -100,7 +100,7 @@ def _run_rank(worker: str, job: str, folder: str, logs: str, first: str, ranks: 
         signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    result = {"rank": int(rank), "code": code, "asked": bool(asked), "at": time.time()}
+    result = {"rank": int(rank), "code": code, "terminated": bool(passed_signals), "at": time.time()}
     with contextlib.suppress(OSError):  # a full disk, or a deleted folder
         _write_atomically(f"{logs}/rank-{rank}.exit", json.dumps(result))
     return code if code >= 0 else 128 - code

@@ -132,7 +132,7 @@ class Running(Ranks):
             return None
         rank, code = int(found[1]), int(found[2])
         code = SIGNAL_EXIT_BASE - code if code > SIGNAL_EXIT_BASE else code
-        return Exit(rank=self.ranks.start + rank, code=code, asked=False, at=0.0)
+        return Exit(rank=self.ranks.start + rank, code=code, terminated=False, at=0.0)
 
     def list_other_logs(self) -> list[Path]:
         """Return torchrun's log."""

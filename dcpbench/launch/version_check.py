@@ -45,8 +45,8 @@ def find_script_folder() -> str:
     """Return the dcpbench folder used by scripts installed with this Python, such as bin/dcpbench; empty if there is
     none.
     """
-    asked = [sys.executable, "-P", "-c", "import dcpbench, pathlib; print(pathlib.Path(dcpbench.__file__).parent)"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    command = [sys.executable, "-P", "-c", "import dcpbench, pathlib; print(pathlib.Path(dcpbench.__file__).parent)"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 @functools.cache

@@ -283,7 +283,7 @@ def _check_count(spec: SweepSpec, each: int) -> None:
     count = spec.repeats * len(spec.tp) * stages * len(spec.dcp or (1,)) * each
     if count > MAX_POINTS:
         raise UsageError(
-            f"{count:,} points are asked for, more than the {MAX_POINTS:,} that a run can have; lower --repeats, or "
+            f"{count:,} points are requested, more than the {MAX_POINTS:,} that a run can have; lower --repeats, or "
             "give fewer values of an option."
         )
 

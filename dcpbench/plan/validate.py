@@ -352,11 +352,11 @@ def _list_auto_options(point: Point) -> list[str]:
 
 def _check_auto(point: Point, machine: Machine) -> None:
     open_ = _list_auto_options(point)
-    asked = f"{' and '.join(open_)} choose{'s' if len(open_) == 1 else ''} by time"
+    subject = f"{' and '.join(open_)} choose{'s' if len(open_) == 1 else ''} by time"
     if open_ and not machine.timed:
-        raise UsageError(f"{asked}, and verify measures none; name what it should compare.")
+        raise UsageError(f"{subject}, and verify measures none; name what it should compare.")
     if open_ and machine.probe.device == "cpu":
-        raise UsageError(f"{asked}, which needs GPU times; use --backend reference --exchange {EXCHANGES[0]}.")
+        raise UsageError(f"{subject}, which needs GPU times; use --backend reference --exchange {EXCHANGES[0]}.")
 
 
 def _check_query_rows(point: Point) -> None:

@@ -624,7 +624,7 @@ def _list_condition_words(query: Query, *, served: bool) -> list[str]:
 
 
 def _describe_other_model(model: str, layers: int, query: Query) -> str:
-    """Return which model evidence is of, if it is not the one asked for; empty if it is.
+    """Return which model evidence is of, if it is not the requested one; empty if it is.
 
     Servers name models in their own way: `deepseek-ai/DeepSeek-V3`, or a folder with that name. `layers` is the number of layers
     that the server's model has, 0 if that is unknown.
@@ -714,7 +714,7 @@ def _select_step_times(query: Query, known: Evidence) -> tuple[dict[str, StepTim
         found[file] = times
         if UNKNOWN in (of.weights_precision, of.kv_precision):
             notes.append(
-                f"{file}: the precision of the server's weights and KV cache is unknown; it is taken to be as asked."
+                f"{file}: the precision of the server's weights and KV cache is unknown; it is taken to be as requested."
             )
     return found, notes
 

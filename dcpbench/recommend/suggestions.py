@@ -75,8 +75,8 @@ def _iter_switches(query: Query) -> Iterator[tuple[str, Query]]:
 def _suggest_lighter_loads(query: Query, answers: Answers) -> list[str]:
     """Return the largest value of each number of a load with which there is an answer."""
     found = []
-    for option, asked, with_ in _iter_numbers(query):
-        most = _find_largest(asked - 1, lambda n, with_=with_: answers(with_(n)))  # type: ignore[misc]
+    for option, requested, with_ in _iter_numbers(query):
+        most = _find_largest(requested - 1, lambda n, with_=with_: answers(with_(n)))  # type: ignore[misc]
         if most:
             found.append(f"--{option} up to {most}")
     return found

@@ -110,7 +110,7 @@ def _describe_violation(value: float, kind: inspect.Type) -> str:
     return f"is {value:g}, not a whole number" if whole else ""
 
 
-def _find_variant(kind: inspect.Type, *wanted: type[Any]) -> Any:  # noqa: ANN401 - of the class that was asked for
+def _find_variant(kind: inspect.Type, *wanted: type[Any]) -> Any:  # noqa: ANN401 - of the given class
     """Return the type, or the variant of a union, that is of one of these classes; None if there is none."""
     variants = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     return next((one for one in variants if isinstance(one, wanted)), None)

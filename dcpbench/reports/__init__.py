@@ -1,6 +1,6 @@
 """Make reports from record files alone: HTML, Markdown, CSV, figures and the terminal's table.
 
-Nothing heavy is imported before a report is asked for, so that the command line stays quick.
+Nothing heavy is imported before a report is requested, so that the command line stays quick.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def build_choice_table(frames: Frames) -> Table:
                 "concurrency": point.concurrency,
                 "routing": point.routing,
                 "layout": point.layout_name,
-                "asked for": f"{point.backend} {point.format_exchange_label()}".rstrip(),
+                "requested": f"{point.backend} {point.format_exchange_label()}".rstrip(),
                 "chosen": str(record.choice),
                 "others": "; ".join(others + refused),
                 "µs per layer": format_number(timed[0][0], 3),
@@ -100,5 +100,5 @@ def build_choice_table(frames: Frames) -> Table:
             }
         )
     title = "What auto chose: q's exchange, attention and merge of one layer"
-    shown = make_text_columns("layout", "asked for", "chosen", "others", "µs per layer", "next slower by")
+    shown = make_text_columns("layout", "requested", "chosen", "others", "µs per layer", "next slower by")
     return make_table(title, pd.DataFrame(rows), shown, load=True, text_columns=4)

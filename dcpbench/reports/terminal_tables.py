@@ -271,11 +271,11 @@ def _format_bounds(points: pd.DataFrame) -> list[str]:
     """Return what limits the requests in flight of an open loop; a closed loop's clients are in the table."""
     found: dict[str, list[str]] = {}
     for _, p in points[(points["load_arrival"] != CLOSED) & points["instances"].isna()].iterrows():
-        asked, held, sent = p["concurrency"], p["room_for"], p["load_requests"]
-        if not is_missing(held) and held < min(asked, sent):
-            bound = f"{format_whole(held)} of full length by KV space ({asked:,} by --concurrency)"
-        elif asked < sent:
-            bound = f"{asked:,} by --concurrency"
+        concurrency, held, sent = p["concurrency"], p["room_for"], p["load_requests"]
+        if not is_missing(held) and held < min(concurrency, sent):
+            bound = f"{format_whole(held)} of full length by KV space ({concurrency:,} by --concurrency)"
+        elif concurrency < sent:
+            bound = f"{concurrency:,} by --concurrency"
         else:
             bound = f"all {sent:,}"
         found.setdefault(bound, []).append(str(p["label"]))

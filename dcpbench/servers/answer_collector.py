@@ -1,6 +1,6 @@
 """Collect the answers of one server to prompts of several lengths: new and repeated, alone and in batches of several sizes.
 
-For each length and each size of batch a server is asked
+For each length and each size of batch a server gets
     1. prompts that are new, in batches of this size    round 0: no prefix-cache hit
     2. the same prompts in the same batches             rounds 1, 2, …: the prefix cache may hold them
     3. some of them, each alone                         as in 2, in another batch
@@ -51,7 +51,7 @@ class Questions:
     batches: Sequence[int]
     prompts: int  # minimum number of prompts for each length and size of batch
     tokens: int  # of an answer
-    rounds: int  # in which each prompt is asked again
+    rounds: int  # rounds in which each prompt is sent again
     seed: int
     endpoint: str
     extra_body: Mapping[str, object] = dataclasses.field(default_factory=dict)
@@ -157,7 +157,7 @@ class Collector:
             lengths, longer = fit_lengths(wanted, self.max_model_len, self.questions.tokens, given=given)
             if shared.lengths and lengths[0] not in shared.lengths:
                 raise UsageError(
-                    f"it takes prompts of up to {lengths[0]:,} tokens, and the first server was asked longer ones; name lengths for both "
+                    f"it takes prompts of up to {lengths[0]:,} tokens, and the first server got longer ones; name lengths for both "
                     "with --context."
                 )
             self.lengths, self.left_out = sorted({*self.lengths, *lengths}), [*self.left_out, *longer]

@@ -1,6 +1,6 @@
 """Measure the rounding of a server from its answers to the same prompts, and compute which differences it explains. No I/O.
 
-A server computes the same function when a prompt is asked again, is found in the prefix cache, or is part of another batch. Only the
+A server computes the same function when a prompt is sent again, is found in the prefix cache, or is part of another batch. Only the
 kernels and the order of their sums change. The differences among its own answers are therefore rounding, and show its whole
 distribution: bf16 sums move log-probabilities by hundredths, fp8 activations by more, and a token that gets another expert by much more.
 

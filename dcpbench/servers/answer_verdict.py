@@ -56,7 +56,7 @@ MIN_COMPARED = 3.0  # tokens of an answer: of the prefill, of a decode step, and
 MAX_OUTLIER_SHARE = 0.05  # of pairs
 MIN_PERIODIC = 4  # wrong requests from which a period is derived
 MIN_SHOWN, MIN_SHOWN_SHARE = 2, 0.25  # prompts, and their share, that differ under conditions which show a difference
-MIN_ROUNDS = 2  # minimum number of rounds in which prompts are asked again
+MIN_ROUNDS = 2  # minimum number of rounds in which prompts are sent again
 CONDITIONS = ("length", "batch", "cache")  # fields of a cell
 
 
@@ -210,10 +210,10 @@ def _can_decide(prompts: int, lengths: Sequence[int], batches: Sequence[int], se
     counts = []
     for length, batch, effect in itertools.product(lengths, batches, (REPEAT, CACHE, BATCH)):
         groups = 2 if batch == 1 and length >= MIN_SHARED else 1
-        asked = prompts if effect == BATCH else groups * count_prompts(batch, prompts)
+        pairs = prompts if effect == BATCH else groups * count_prompts(batch, prompts)
         if effect != BATCH or batch > 1:
             cell = Cell(length=length, batch=batch, cache=AGAIN)
-            counts.append(Count(effect=effect, cell=cell, prompts=asked, pairs=asked))
+            counts.append(Count(effect=effect, cell=cell, prompts=pairs, pairs=pairs))
     counts[-1] = msgspec.structs.replace(counts[-1], differing=counts[-1].prompts)
     return bool(_reject_tests(_compute_p_values(counts, _compute_chance(counts), Limits()), LEVEL / servers))
 

@@ -210,7 +210,7 @@ def _format_effect_name(effect: str, result: SettingResult) -> str:
         SERVERS: f"answers differently from {result.reference}",
         SCORES: f"gives the tokens of prompts other log-probabilities than {result.reference}",
         REPEAT: "differs from itself when a request is repeated",
-        CACHE: "differs from itself when a prompt is asked again (prefix cache)",
+        CACHE: "differs from itself when a prompt is sent again (prefix cache)",
         BATCH: "differs from itself between answers in a batch and alone",
     }[effect]
 

@@ -61,8 +61,8 @@ class StreamReply:
         "usage",
     )
 
-    def __init__(self, asked: int, *, prompt_tokens: int = 0, keep: bool = False) -> None:
-        """Create the reply; `asked` is the number of output tokens requested.
+    def __init__(self, output_tokens: int, *, prompt_tokens: int = 0, keep: bool = False) -> None:
+        """Create the reply; `output_tokens` is the requested number of output tokens.
 
         `prompt_tokens` is the length of its prompt, 0 if unknown. With `keep`, the texts are kept.
         """
@@ -72,7 +72,7 @@ class StreamReply:
         self.texts: list[str] = []
         self.usage: Usage | None = None
         self.finish_reason: str | None = None
-        self._limits, self._keep = Limits(asked, prompt_tokens), keep
+        self._limits, self._keep = Limits(output_tokens, prompt_tokens), keep
         self._chunks = Chunks()
         self._counts: tuple[int, Counts] | None = None
         self._total: int | None = None
@@ -129,7 +129,7 @@ class StreamReply:
                 self._chunks,
                 self._total,
                 hidden=self.hidden_tokens,
-                asked=self._limits.output_tokens,
+                requested=self._limits.output_tokens,
                 full_length=self.finish_reason == LENGTH,
             )
             self._counts = len(self._chunks), counts
@@ -211,7 +211,7 @@ class StreamReply:
         self.texts.append(text)
 
     def _raise_fault(self, fault: Fault, *, value: int = 0, limit: int = 0) -> None:
-        raise StreamError(BadStream(fault=fault, value=value, limit=limit, asked=self._limits.output_tokens))
+        raise StreamError(BadStream(fault=fault, value=value, limit=limit, requested=self._limits.output_tokens))
 
     def _make_error(self) -> RequestError:
         if self.status != OK:

@@ -105,7 +105,7 @@ def check_answer(found: Completion, limits: Limits) -> Choice:
     if found.usage is not None and (bad := limits.find_excess(found.usage)) is not None:
         raise StreamError(bad)
     if len(choice.token_ids or ()) > limits.chunks:
-        raise StreamError(BadStream(fault=Fault.TOO_MANY_TOKENS, limit=limits.chunks, asked=limits.output_tokens))
+        raise StreamError(BadStream(fault=Fault.TOO_MANY_TOKENS, limit=limits.chunks, requested=limits.output_tokens))
     return choice
 
 

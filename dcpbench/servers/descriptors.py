@@ -50,7 +50,7 @@ def format_shortage() -> str:
     """Return why a connection failed because too many files are open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
-        f"the client has no open files left (it may have {soft:,}, ulimit -n), so the server was not asked; raise that "
+        f"the client has no open files left (it may have {soft:,}, ulimit -n), so no request was sent; raise that "
         "limit, lower --concurrency, or divide the load with --client processes."
     )
 

@@ -44,7 +44,7 @@ class BadStream(msgspec.Struct, frozen=True, kw_only=True):
     field: str = ""  # which number of `usage` is out of range
     value: int = 0  # value sent by the server or counted
     limit: int = 0  # maximum possible value for this request
-    asked: int = 0  # tokens requested
+    requested: int = 0  # tokens requested
     quote: str = ""  # message of the server, or the beginning of the received data
     detail: str = ""  # message of the JSON decoder
 
@@ -55,13 +55,13 @@ FORMATS: dict[Fault, Callable[[BadStream], str]] = {
     Fault.NOT_A_COMPLETION: lambda bad: f"an event is not a completion ({bad.detail}): {bad.quote}",
     Fault.SERVER_ERROR: lambda bad: f"the server broke off with an error: {bad.quote}",
     Fault.TOO_MANY_TOKENS: lambda bad: (
-        f"the server sent more than {bad.limit:,} chunks or token ids for {bad.asked:,} tokens and did not end"
+        f"the server sent more than {bad.limit:,} chunks or token ids for {bad.requested:,} tokens and did not end"
     ),
-    Fault.TOO_MUCH_TEXT: lambda bad: f"the text of {bad.asked:,} tokens is longer than {bad.limit:,} characters",
+    Fault.TOO_MUCH_TEXT: lambda bad: f"the text of {bad.requested:,} tokens is longer than {bad.limit:,} characters",
     Fault.TOKEN_ID: lambda bad: f"the token id {_format_number(bad.value)} is not between 0 and {bad.limit:,}",
     Fault.USAGE: lambda bad: (
         f"usage.{bad.field} is {_format_number(bad.value)}, which is not between 0 and {bad.limit:,} "
-        f"for a request of {bad.asked:,} tokens"
+        f"for a request of {bad.requested:,} tokens"
     ),
 }
 MAX_SHOWN_NUMBER = 10**18  # larger numbers are shown as a power of ten

@@ -286,7 +286,7 @@ class _LoadState:
     after: Counters | None = None
     gpu: Gpu | None = None  # state of the server's GPUs while the load was sent
     waits: tuple[float, list[SyncSite]] | None = None  # host-blocking calls of a step, and their source lines
-    unprofiled: str = ""  # why the server was not profiled, if that was asked for
+    unprofiled: str = ""  # why the server was not profiled, if a profile was requested
     complete: bool = False  # True once all requests have ended: an interruption then loses only later work
 
 
@@ -664,10 +664,10 @@ def is_client_bound(client: ClientLoad | None, itl_ms: float | None) -> bool:
 def _has_other_lengths(samples: Sequence[Sample], requests: Sequence[ServeRequest]) -> bool:
     """Return True if the mean lengths of finished requests differ from the requested ones."""
     done = [s for s in samples if s.is_finished]
-    asked = [requests[s.request.number] for s in done]
+    sent = [requests[s.request.number] for s in done]
     for came, wanted in (
-        (sum(len(s.token_s) for s in done), sum(r.output_tokens for r in asked)),
-        (sum(s.request.prompt_tokens for s in done), sum(r.prompt_tokens for r in asked)),
+        (sum(len(s.token_s) for s in done), sum(r.output_tokens for r in sent)),
+        (sum(s.request.prompt_tokens for s in done), sum(r.prompt_tokens for r in sent)),
     ):
         if abs(came - wanted) > NEAR * wanted:
             return True

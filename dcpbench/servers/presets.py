@@ -247,26 +247,26 @@ MODEL = "model"  # value of --weights: the model's own
 CHECKPOINT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
-def choose_weights(engine: Engine, model: str, asked: str | None) -> str:
+def choose_weights(engine: Engine, model: str, requested: str | None) -> str:
     """Return SYNTHETIC, DUMMY, or UNKNOWN for the model's own weights.
 
     By default a folder without a checkpoint gets synthetic weights, if the engine has flags for them. Raises UsageError for
     weights that are no choice or for which the engine has no flags.
     """
-    if asked is None:
+    if requested is None:
         folder = Path(model)
         empty = folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in CHECKPOINT_FILES)
         return SYNTHETIC if empty and SYNTHETIC in engine.weights else UNKNOWN
-    if asked == MODEL:
+    if requested == MODEL:
         return UNKNOWN
-    if asked not in (SYNTHETIC, DUMMY):
-        raise UsageError(f"--weights {asked} is none of {MODEL}, {SYNTHETIC}, {DUMMY}.")
-    if asked not in engine.weights:
+    if requested not in (SYNTHETIC, DUMMY):
+        raise UsageError(f"--weights {requested} is none of {MODEL}, {SYNTHETIC}, {DUMMY}.")
+    if requested not in engine.weights:
         raise UsageError(
-            f"--weights {asked}: {engine.name} has no flags for it; add them to the engine's file, under [weights], such as "
-            f'{asked} = "--load-format dummy".'
+            f"--weights {requested}: {engine.name} has no flags for it; add them to the engine's file, under [weights], such as "
+            f'{requested} = "--load-format dummy".'
         )
-    return asked
+    return requested
 
 
 EP_FLAGS = {
@@ -275,14 +275,14 @@ EP_FLAGS = {
 }  # flags with which vLLM 0.26 and SGLang 0.5.17 place whole experts on ranks; without them they split every expert
 
 
-def choose_ep(engine: Engine, dp: int, asked: str | None = None) -> str:
-    """Return the expert-parallel degree of a server, as points store it: `asked`, or the engine's default.
+def choose_ep(engine: Engine, dp: int, requested: str | None = None) -> str:
+    """Return the expert-parallel degree of a server, as points store it: `requested`, or the engine's default.
 
     vLLM and SGLang split experts over all ranks of a layout with attention data parallelism (MOE_TP) unless one of EP_FLAGS is in
     the engine's command or flags. UNKNOWN for other engines, and for layouts without attention data parallelism.
     """
-    if asked not in (None, UNKNOWN):
-        return str(asked)
+    if requested not in (None, UNKNOWN):
+        return str(requested)
     known = engine.name in EP_FLAGS and dp > 1 and not _has_ep_flag(engine)
     return MOE_TP if known else UNKNOWN
 

@@ -96,8 +96,8 @@ def main(
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's, which stops this process as it sees fit
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         return 1
@@ -121,7 +121,7 @@ def main(
         copying = threading.Thread(target=copy_redacted, args=(source, 1, secrets, placeholder), daemon=True)
         copying.start()
     code = 128 + signal.SIGTERM
-    while not asked:
+    while not signals:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == server:
             code = os.waitstatus_to_exitcode(status)
@@ -135,11 +135,11 @@ def main(
 
 
 def _main() -> int:
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    secrets = [secret.encode() for secret in asked["secrets"]]
-    return main(int(sys.argv[1]), float(sys.argv[2]), asked["command"], secrets, asked["placeholder"].encode())
+    secrets = [secret.encode() for secret in request["secrets"]]
+    return main(int(sys.argv[1]), float(sys.argv[2]), request["command"], secrets, request["placeholder"].encode())
 
 
 if __name__ == "__main__":

@@ -131,9 +131,9 @@ class PromptFormat:
     def encode_prompt_body(self, prompt: Prompt, output_tokens: int, *, ids: bool = False, **more: object) -> bytes:
         """Return a request for a prompt that has its final form, like `body`."""
         put = {"prompt" if self.endpoint == COMPLETIONS else "messages": prompt}
-        asked = {"model": self.model, **put, "max_tokens": output_tokens, "temperature": 0, "stream": True}
+        fields = {"model": self.model, **put, "max_tokens": output_tokens, "temperature": 0, "stream": True}
         extras = self.id_extras if ids and self.id_extras is not None else self.extras
-        return msgspec.json.encode(asked | extras | dict(self.extra_body) | more)
+        return msgspec.json.encode(fields | extras | dict(self.extra_body) | more)
 
     def encode_request(self, client: Client, request: ServeRequest) -> bytes:
         """Return all bytes of a request of a load."""

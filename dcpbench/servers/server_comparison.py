@@ -292,7 +292,7 @@ def _complete_result(
     judged: Judged | None = None,
     reference: Judged | None = None,
 ) -> SettingResult:
-    """Return the result with what was asked, and what came of it."""
+    """Return the result with the requested settings and their outcome."""
     return msgspec.structs.replace(
         result,
         reference=reference.name if reference else "",

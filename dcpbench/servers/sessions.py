@@ -24,7 +24,7 @@ class Session:
 
     target: Target
     prompt_format: PromptFormat
-    asked: Mapping[int, tuple[ServeRequest, Prompt]]  # the turn that is being answered, by the number of the request
+    pending: Mapping[int, tuple[ServeRequest, Prompt]]  # the turn that is being answered, by the number of the request
     left: tuple[tuple[ServeRequest, ...], ...]  # requests of each later turn
     earlier: Mapping[int, tuple[ServeRequest, Prompt, StreamReply]]  # answered requests that are continued, by number
 
@@ -44,17 +44,17 @@ class Session:
     def make_next_calls(self, answers: Mapping[int, StreamReply]) -> list[Call]:
         """Return the requests of the next turn, after these answers to the turn before it, by the number of the request."""
         requests, *later = self.left
-        answered = {**self.earlier} | {n: (*self.asked[n], answer) for n, answer in answers.items()}
-        asked: dict[int, tuple[ServeRequest, Prompt]] = {}
+        answered = {**self.earlier} | {n: (*self.pending[n], answer) for n, answer in answers.items()}
+        pending: dict[int, tuple[ServeRequest, Prompt]] = {}
         for request in requests:
             assert request.parent is not None
             parent, prompt, reply = answered[request.parent]
             new = request.prompt[parent.prompt_tokens + parent.output_tokens :]
-            asked[request.number] = request, self.prompt_format.make_next_prompt(prompt, reply, parent.answer, new)
+            pending[request.number] = request, self.prompt_format.make_next_prompt(prompt, reply, parent.answer, new)
         needed = _list_continued(later)
         earlier = {number: turn for number, turn in answered.items() if number in needed}
-        session = dataclasses.replace(self, asked=asked, left=tuple(later), earlier=earlier) if later else None
-        return [_make_call(self.target, self.prompt_format, *one, session) for one in asked.values()]
+        session = dataclasses.replace(self, pending=pending, left=tuple(later), earlier=earlier) if later else None
+        return [_make_call(self.target, self.prompt_format, *one, session) for one in pending.values()]
 
 
 def _list_continued(turns: Sequence[Sequence[ServeRequest]]) -> set[int | None]:

@@ -73,7 +73,7 @@ class _Measured:
     gpu: Gpu | None = None
     phases: Phases | None = None
     waits: tuple[float, list[SyncSite]] | None = None
-    unprofiled: str = ""  # why the parts of a step are unknown, if a profile was asked for
+    unprofiled: str = ""  # why the parts of a step are unknown, if a profile was requested
     uncounted: str = ""  # why the waits of the host are unknown, if the parts of a step are known
 
 

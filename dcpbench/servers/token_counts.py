@@ -29,7 +29,7 @@ MAX_PROMPT = (1 << 31) - 1  # tokens of a prompt of unknown length: samples keep
 MIN_OUTPUT_SLACK = 8  # tokens that a usage may count beyond the request: speculative decoding may overshoot
 OUTPUT_SLACK_SHARE = 0.05  # or this share of the request, whichever is more
 MAX_HIDDEN = 1 << 20  # reasoning tokens that are counted and not sent
-SPARE_CHUNKS = 1000  # chunks beyond twice the tokens that the request asked for, after which a stream never ends
+SPARE_CHUNKS = 1000  # chunks beyond twice the tokens that the request allows, after which a stream never ends
 MAX_TOKEN_ID = (1 << 31) - 1  # samples keep ids as int32
 MIN_TEXT, TEXT_OF_TOKEN = 1 << 16, 1 << 10  # characters of an answer, and for each of its tokens
 BYTES_OF_ID = 12  # of one id in JSON, with the comma and the space after it
@@ -73,8 +73,8 @@ class Limits:
             ),
         ):
             if value is not None and not 0 <= value <= limit:
-                asked = self.prompt_tokens if field.startswith("prompt") else self.output_tokens
-                return BadStream(fault=Fault.USAGE, field=field, value=value, limit=limit, asked=asked)
+                requested = self.prompt_tokens if field.startswith("prompt") else self.output_tokens
+                return BadStream(fault=Fault.USAGE, field=field, value=value, limit=limit, requested=requested)
         return None
 
 
@@ -117,19 +117,19 @@ class Counts:
 
 
 def count_tokens(
-    chunks: Chunks, total: int | None = None, *, hidden: int = 0, asked: int = 0, full_length: bool = False
+    chunks: Chunks, total: int | None = None, *, hidden: int = 0, requested: int = 0, full_length: bool = False
 ) -> Counts:
     """Return the tokens of each chunk.
 
     `total` is the last count of all tokens that the server sent. `hidden` tokens are in its counts and in no chunk.
-    `full_length`: the answer ended because it has all `asked` tokens.
+    `full_length`: the answer ended because it has all `requested` tokens.
     """
     places = chunks.find_shown()
     usages = [chunks.usage[i] for i in places]
     total = None if total is None else max(total - hidden, 0)
     if any(chunks.ids):
         by, found = Counting.IDS, _fill_ids([chunks.ids[i] for i in places], total)
-    elif _has_deltas(usages, total, asked, full_length=full_length):
+    elif _has_deltas(usages, total, requested, full_length=full_length):
         by, found = Counting.DELTAS, usages
     elif (increases := _read_cumulative(chunks, hidden)) is not None:
         by, found, places = Counting.CUMULATIVE, increases, list(range(len(chunks)))
@@ -175,20 +175,20 @@ def _read_cumulative(chunks: Chunks, hidden: int) -> list[int] | None:
     return found if found and 2 * raised > sum(chunks.has_output) else None
 
 
-def _has_deltas(usages: Sequence[int], total: int | None, asked: int, *, full_length: bool) -> bool:
+def _has_deltas(usages: Sequence[int], total: int | None, requested: int, *, full_length: bool) -> bool:
     """Return whether each chunk counts its own tokens.
 
     The sum has to be what the answer can have, and the last count has to be too small for a count of all tokens: smaller
-    than the number of chunks, or than the `asked` tokens of an answer that has all of them.
+    than the number of chunks, or than the `requested` tokens of an answer that has all of them.
     """
     if not usages or min(usages) <= 0:
         return False
     last, whole = usages[-1], sum(usages)
     if total is not None and total != last:
         return whole == total
-    if full_length and asked:
-        return whole == asked != last
-    return last < len(usages) and whole <= Limits(asked).usage_output
+    if full_length and requested:
+        return whole == requested != last
+    return last < len(usages) and whole <= Limits(requested).usage_output
 
 
 def _split_evenly(total: int, parts: int) -> list[int]:

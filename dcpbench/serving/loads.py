@@ -269,8 +269,8 @@ def _get_seed(load: Load) -> int:
     return load.seed
 
 
-def _draw_numbers(load: Load, option: str, asked: str, stream: int) -> np.ndarray:
-    lengths, count = parse_lengths(option, asked), load.requests
+def _draw_numbers(load: Load, option: str, text: str, stream: int) -> np.ndarray:
+    lengths, count = parse_lengths(option, text), load.requests
     generator = _make_generator(_get_seed(load), stream)
     if lengths.kind == UNIFORM:
         return generator.integers(lengths.low, lengths.high, size=count, endpoint=True, dtype=np.int64)

@@ -277,18 +277,18 @@ def check_reading(reading: Reading) -> None:
         )
 
 
-def _make_reader(path: Path, number: int, fields: Mapping[str, object], asked: Reading) -> _Reader:
+def _make_reader(path: Path, number: int, fields: Mapping[str, object], requested: Reading) -> _Reader:
     """Return the reader for a file that begins with these fields. Raise UsageError if no format is known by them."""
-    check_reading(asked)
-    if asked.columns:
-        name = asked.format or TABLE
+    check_reading(requested)
+    if requested.columns:
+        name = requested.format or TABLE
         declared = DECLARED.get(name, TraceFormat(columns={}, marks=frozenset(), unit=""))
-        own = parse_columns(asked.columns)
+        own = parse_columns(requested.columns)
         declared = dataclasses.replace(declared, columns={**declared.columns, **own}, known_only=False, refused={})
     else:
-        name = asked.format or formats.find_format(fields) or _guess_own(path, number, fields)
+        name = requested.format or formats.find_format(fields) or _guess_own(path, number, fields)
         declared = DECLARED[name]
-    unit, timed = asked.unit or declared.unit, declared.columns.get(ARRIVAL) in fields
+    unit, timed = requested.unit or declared.unit, declared.columns.get(ARRIVAL) in fields
     if timed and not unit and formats.parse_date(fields[declared.columns[ARRIVAL]]) is None:
         _raise_error(
             path,
@@ -296,9 +296,9 @@ def _make_reader(path: Path, number: int, fields: Mapping[str, object], asked: R
             f"the unit of '{declared.columns[ARRIVAL]}' is not known; add time-unit=s, time-unit=ms, time-unit=us or time-unit=ns",
         )
     unit = unit or (DATE if timed else "")
-    block = asked.block_size or declared.block_size
-    reading = Reading(format=name, columns=asked.columns, unit=unit, block_size=block)
-    return _Reader(path, declared, reading, whole_times=declared.whole_times and not asked.unit)
+    block = requested.block_size or declared.block_size
+    reading = Reading(format=name, columns=requested.columns, unit=unit, block_size=block)
+    return _Reader(path, declared, reading, whole_times=declared.whole_times and not requested.unit)
 
 
 def _guess_own(path: Path, number: int, fields: Mapping[str, object]) -> str:
@@ -503,12 +503,12 @@ def _list_json_objects(path: Path, lines: list[tuple[int, str]]) -> Iterator[tup
 
 
 def _list_csv_rows(
-    path: Path, lines: list[tuple[int, str]], asked: Reading
+    path: Path, lines: list[tuple[int, str]], requested: Reading
 ) -> Iterator[tuple[int, Mapping[str, object]]]:
     """Yield the cells of each row by the names of their columns; empty cells are left out."""
     (first, header), *rest = lines
     names = _split_cells(path, first, header)
-    known = asked.columns or asked.format or formats.find_format(names)
+    known = requested.columns or requested.format or formats.find_format(names)
     if not known and not (len(names) > 1 and not any(isinstance(_convert_cell(name), int | float) for name in names)):
         apart = "; columns are separated by commas" if any(n in header for n in DECLARED[OWN].columns.values()) else ""
         _raise_error(path, first, f"neither JSON nor the names of CSV columns{apart}; the file should hold {_FORMATS}")

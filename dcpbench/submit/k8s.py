@@ -29,8 +29,8 @@ from dcpbench.launch.jobs import SECRET
 from dcpbench.plan.yaml_text import load_yaml
 from dcpbench.show.terminal import print_stderr
 from dcpbench.show.text import LINES, fit_line, make_printable
-from dcpbench.submit.asked import JobSpec, SubmittedJob, save_job, write_script
 from dcpbench.submit.follow import FAILED, NoAnswerError, RefusedError, State, make_end_state, run_command
+from dcpbench.submit.submission import JobSpec, SubmittedJob, save_job, write_script
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -382,8 +382,8 @@ def has_gpu_resources(pod: Mapping[str, Any]) -> bool:
     containers = pod.get("containers")
     for container in containers if isinstance(containers, list) else ():
         resources = container.get("resources") if isinstance(container, dict) else None
-        for kind, asked in resources.items() if isinstance(resources, dict) else ():
-            if kind == "claims" or any(str(name).startswith(f"{VENDOR}/") for name in asked or ()):
+        for kind, amounts in resources.items() if isinstance(resources, dict) else ():
+            if kind == "claims" or any(str(name).startswith(f"{VENDOR}/") for name in amounts or ()):
                 return True
     return False
 

@@ -14,8 +14,8 @@ import msgspec
 from dcpbench.errors import ExitCode, UsageError
 from dcpbench.launch.jobs import SECRET
 from dcpbench.records.lines import Tail
-from dcpbench.submit.asked import SUBMIT_FOLDER, TERM_CODE, JobSpec, SubmittedJob, save_job, write_script
 from dcpbench.submit.follow import FAILED, NoAnswerError, RefusedError, State, make_end_state, run_command
+from dcpbench.submit.submission import SUBMIT_FOLDER, TERM_CODE, JobSpec, SubmittedJob, save_job, write_script
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +66,7 @@ def render_script(spec: JobSpec, cluster: Cluster) -> str:
     env.filters |= {"quote": lambda text: shlex.quote(str(text)), "comment": lambda text: " ".join(text.splitlines())}
     template = env.from_string(resources.files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8"))
     return template.render(
-        asked=spec,
+        spec=spec,
         options=_make_options(spec, cluster),
         interface=cluster.interface,
         setup=cluster.setup,

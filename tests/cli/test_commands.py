@@ -231,12 +231,18 @@ class TestPlansForAnotherMachine:
         assert "A plan for 8 × NVIDIA H200; not for this machine, and nothing is measured." in err
         assert "139.7 GiB" in err or "139.8 GiB" in err
 
+    def test_retries_of_points_are_accepted(self, call) -> None:
+        """The advice on failed points names this key of `--timeout` for both commands."""
+        for command in ("sweep", "serve"):
+            code, _, err = call(command, "--dry-run", "--gpu", "H200,count=8", "--timeout", "retries=2", machine=None)
+            assert code == 0, err
+
     def test_plan_does_not_probe_this_machine(self, call, monkeypatch: pytest.MonkeyPatch) -> None:
         """A probe would start a process that imports torch, which may not be installed."""
-        asked = []
-        monkeypatch.setattr(point_runner, "select_device", lambda probe, _: asked.append(probe.name) or probe)
+        probed = []
+        monkeypatch.setattr(point_runner, "select_device", lambda probe, _: probed.append(probe.name) or probe)
         assert call("sweep", "--dry-run", "--gpu", "B200", machine=None)[0] == 0
-        assert asked == ["NVIDIA B200"]
+        assert probed == ["NVIDIA B200"]
 
     def test_layout_with_more_gpus_than_planned_is_rejected(self, call) -> None:
         _, out, _ = call("sweep", "--tp", "4,8", "--concurrency", "8", "--dry-run", "--gpu", "H100,count=4")

@@ -399,8 +399,8 @@ def test_signal_cancels_the_submitted_job(cluster: Cluster, typed: Typed, where:
     cluster.log()
 
     def interrupt() -> None:
-        asked = "scontrol" if where == "slurm" else " get "
-        while not any(asked in call for call in cluster.calls):
+        requests = "scontrol" if where == "slurm" else " get "
+        while not any(requests in call for call in cluster.calls):
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 

@@ -61,12 +61,12 @@ class SharedMemoryGroup:
             os.write(self.came, b"\0")
         self.half = 0
 
-    def exchange(self, asked: str, given: torch.Tensor) -> torch.Tensor:
+    def exchange(self, ranks: str, given: torch.Tensor) -> torch.Tensor:
         """Return the data of each rank, [N, *given.shape], valid until the next call but one."""
         assert given.is_contiguous()
         assert given.nbytes <= PART - HEAD
         begin = self.half * self.size * PART
-        head = f"{asked} of {given.numel()} {given.dtype}".encode().ljust(HEAD)
+        head = f"{ranks} of {given.numel()} {given.dtype}".encode().ljust(HEAD)
         mine = begin + self.rank * PART
         self.memory[mine : mine + HEAD] = head
         count = max(given.numel(), 1)

@@ -123,19 +123,19 @@ def write_points(tp: int, folder: Path, backend: str = "reference") -> list[Poin
     return points
 
 
-def verify_alone(asked: Point) -> list[Check]:
+def verify_alone(tested: Point) -> list[Check]:
     """Return the checks of `verify` for a point of one rank, in this process."""
     job = Job(
         kind="verify",
         tag="t",
         folder="",
         device="cpu",
-        points=[asked],
+        points=[tested],
         settings=Settings(),
         prompts=PROMPTS,
         new_tokens=NEW,
     )
-    return workload.run(asked, load_shape(asked.weights), job, rank=0, device=torch.device("cpu"))
+    return workload.run(tested, load_shape(tested.weights), job, rank=0, device=torch.device("cpu"))
 
 
 def assert_verified(points: list[Point], checks: list[Check], tokens_of_a_rank: int) -> None:
@@ -236,9 +236,9 @@ def test_other_precisions_agree_with_equally_rounded_transformers(
     qwen3_moe(tmp_path / "checkpoint", kv_heads=2, hidden_size=160, num_hidden_layers=2)
     if published:
         publish_in_fp8(tmp_path / "checkpoint")
-    asked = point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference")
-    asked = msgspec.structs.replace(asked, dtype="bf16", **stored)
-    assert {name for name, check in compare_alone(asked, PROMPTS, NEW).items() if not check.ok} == set()
+    tested = point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference")
+    tested = msgspec.structs.replace(tested, dtype="bf16", **stored)
+    assert {name for name, check in compare_alone(tested, PROMPTS, NEW).items() if not check.ok} == set()
 
 
 def _forget_norm(split: Any, *arguments: Any, **options: Any) -> None:
@@ -270,19 +270,19 @@ def test_defective_engine_fails_verification(
 ) -> None:
     """Use keys without norm or rope, KV heads in another order, and values with shifted columns."""
     qwen3(tmp_path / "checkpoint", kv_heads=2, num_hidden_layers=1)
-    asked = msgspec.structs.replace(point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference"), dtype=dtype)
-    assert all(check.ok for check in compare_alone(asked, PROMPTS, NEW).values())
+    tested = msgspec.structs.replace(point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference"), dtype=dtype)
+    assert all(check.ok for check in compare_alone(tested, PROMPTS, NEW).values())
     monkeypatch.setattr(gqa, "split_heads", functools.partial(defect, gqa.split_heads))
-    assert not compare_alone(asked, PROMPTS, NEW)["layers"].ok
+    assert not compare_alone(tested, PROMPTS, NEW)["layers"].ok
 
 
 def test_missing_rope_scaling_fails_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the scaling of Llama's frequencies, which changes only the slow ones."""
     llama(tmp_path / "checkpoint", kv_heads=2, num_hidden_layers=1)
-    asked = point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference")
-    assert all(check.ok for check in compare_alone(asked, PROMPTS, NEW).values())
+    tested = point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference")
+    assert all(check.ok for check in compare_alone(tested, PROMPTS, NEW).values())
     table = model.make_rope_table
     monkeypatch.setattr(
         model, "make_rope_table", lambda shape, *rest: table(dataclasses.replace(shape, llama3_rope=None), *rest)
     )
-    assert not compare_alone(asked, PROMPTS, NEW)["layers"].ok
+    assert not compare_alone(tested, PROMPTS, NEW)["layers"].ok

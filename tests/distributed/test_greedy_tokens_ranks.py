@@ -37,7 +37,7 @@ ASKED = ("--prompts", "26", "--length", "9", "--new-tokens", "10")
 
 
 def run(*words: object) -> int:
-    return command.run(command.parse_arguments(list(map(str, words))))
+    return command.run_command(command.parse_arguments(list(map(str, words))))
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_answers_of_another_model_or_device_are_rejected(
     other, path = tmp_path / "other", tmp_path / "one.json"
     assert run("model", other, "--set", "vocab_size=300") == 0
     path.write_bytes(msgspec.json.encode(in_bf16[0]))
-    with pytest.raises(UsageError, match="are of different weights"):
+    with pytest.raises(UsageError, match="are from different weights"):
         run("compare", "--model", other, path)
     on_gpu = msgspec.structs.replace(in_bf16[0].weights, device="Another GPU")
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(in_bf16[0], weights=on_gpu)))

@@ -117,19 +117,19 @@ def verify(points: list[Point], prompts: tuple[tuple[int, ...], ...], new: int, 
     assert_verified(points, verify_by_job(points, prompts, new, folder), len(prompts) * new)
 
 
-def alone(asked: Point, prompts: tuple[tuple[int, ...], ...], new: int, folder: Path) -> list[Check]:
+def alone(tested: Point, prompts: tuple[tuple[int, ...], ...], new: int, folder: Path) -> list[Check]:
     """Return the checks of `verify` for a point of one rank, in this process."""
     job = Job(
         kind="verify",
         tag="t",
         folder=str(folder),
         device="cpu",
-        points=[asked],
+        points=[tested],
         settings=Settings(),
         prompts=prompts,
         new_tokens=new,
     )
-    return workload.run(asked, load_shape(asked.weights), job, rank=0, device=torch.device("cpu"))
+    return workload.run(tested, load_shape(tested.weights), job, rank=0, device=torch.device("cpu"))
 
 
 def assert_verified(points: list[Point], checks: list[Check], tokens_of_a_rank: int) -> None:
@@ -354,8 +354,8 @@ def test_every_accepted_configuration_agrees_with_the_oracle(variant, tmp_path):
     """Run in one process, because all layouts share the arithmetic that is compared."""
     write, changed, written = VARIANTS[variant]
     write(tmp_path, changed, written)
-    asked = point(str(tmp_path), Layout(1), PLAIN, NONE, context=9)
-    checks = {c.name: c for c in alone(asked, PROMPTS, NEW, tmp_path)}
+    tested = point(str(tmp_path), Layout(1), PLAIN, NONE, context=9)
+    checks = {c.name: c for c in alone(tested, PROMPTS, NEW, tmp_path)}
     assert list(checks) == CHECKS
     assert {name: c.error for name, c in checks.items() if not c.ok} == {}
     assert checks["logits"].error <= LIMIT
@@ -402,8 +402,8 @@ def test_family_with_other_field_and_tensor_names_agrees(checkpoints, tmp_path, 
     (folder / "config.json").write_text(json.dumps({"model_type": "named_otherwise", "text_config": fields}))
     tensors = load_file(folder / "model.safetensors")
     save_file({f"language.{name}": t for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    asked = point(str(folder), Layout(1), PLAIN, NONE)
-    checks = {check.name: check for check in alone(asked, PROMPTS[:2], NEW, tmp_path)}
+    tested = point(str(folder), Layout(1), PLAIN, NONE)
+    checks = {check.name: check for check in alone(tested, PROMPTS[:2], NEW, tmp_path)}
     assert [name for name, check in checks.items() if not check.ok] == []
     assert {"layers", "logits", "tokens"} <= checks.keys()
 

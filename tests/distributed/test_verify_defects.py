@@ -60,12 +60,12 @@ def point(folder: str, layout: Layout = Layout(1), **precision: str) -> Point:  
     )
 
 
-def list_failed_checks(asked: Point, defect: str = "") -> list[str]:
+def list_failed_checks(tested: Point, defect: str = "") -> list[str]:
     """Return the names of the failed checks of an engine with a defect."""
     with pytest.MonkeyPatch.context() as patch:
         if defect:
             DEFECTS[defect](patch.setattr)
-        return [name for name, check in compare_alone(asked, PROMPTS, NEW).items() if not check.ok]
+        return [name for name, check in compare_alone(tested, PROMPTS, NEW).items() if not check.ok]
 
 
 @pytest.mark.parametrize("precision", [IN_BF16, IN_FP8], ids=["bf16", "fp8"])
@@ -88,8 +88,8 @@ def test_defect_is_found_in_bf16(defect, shallow):
 def test_defect_of_one_rank_fails_verification(shallow, tmp_path, monkeypatch):
     """Let two ranks share a request's KV, and the second return its log-sum-exp to base 2."""
     monkeypatch.setenv(DEFECT, "lse_of_base_2")
-    asked = point(shallow, Layout(2, dcp=2), **IN_FP8)
-    checks = verify_by_job([asked], PROMPTS, NEW, tmp_path, "tests.distributed.defective_rank")
+    tested = point(shallow, Layout(2, dcp=2), **IN_FP8)
+    checks = verify_by_job([tested], PROMPTS, NEW, tmp_path, "tests.distributed.defective_rank")
     wrong = [check for check in checks if not check.ok]
     assert [check.name for check in wrong] == ["attention", "layers"]
     assert "first attention of layer 0" in wrong[1].detail
@@ -99,9 +99,9 @@ def test_defect_of_one_rank_fails_verification(shallow, tmp_path, monkeypatch):
 @pytest.mark.parametrize("precision", [IN_BF16, IN_FP8], ids=["bf16", "fp8"])
 def test_defects_are_found_at_61_layers(precision, tmp_path):
     """Check that limits are those of one operation at any depth."""
-    asked = point(write_checkpoint(tmp_path / "v3", 61), **precision)
-    assert list_failed_checks(asked) == []
-    assert [defect.__name__ for defect in FIVE if not list_failed_checks(asked, defect.__name__)] == []
+    tested = point(write_checkpoint(tmp_path / "v3", 61), **precision)
+    assert list_failed_checks(tested) == []
+    assert [defect.__name__ for defect in FIVE if not list_failed_checks(tested, defect.__name__)] == []
 
 
 def test_defect_is_found_in_fp8_at_61_layers(tmp_path, monkeypatch):
@@ -110,18 +110,18 @@ def test_defect_is_found_in_fp8_at_61_layers(tmp_path, monkeypatch):
     """
     monkeypatch.setattr("tests.distributed.test_verify_defects.PROMPTS", ((3, 5, 7),))
     monkeypatch.setattr("tests.distributed.test_verify_defects.NEW", 1)
-    asked = point(write_checkpoint(tmp_path / "v3", 61), **IN_FP8)
-    assert list_failed_checks(asked) == []
-    assert list_failed_checks(asked, "no_yarn") == ["layers"]
+    tested = point(write_checkpoint(tmp_path / "v3", 61), **IN_FP8)
+    assert list_failed_checks(tested) == []
+    assert list_failed_checks(tested, "no_yarn") == ["layers"]
 
 
 def test_experts_that_no_token_chooses_are_compared_too(shallow, monkeypatch):
     """Use a single token, which takes 4 of 16 experts."""
-    asked = point(shallow, **IN_BF16)
+    tested = point(shallow, **IN_BF16)
     monkeypatch.setattr("tests.distributed.test_verify_defects.PROMPTS", ((3,),))
     monkeypatch.setattr("tests.distributed.test_verify_defects.NEW", 1)
-    assert list_failed_checks(asked) == []
-    assert list_failed_checks(asked, "experts_swapped") == ["layers"]
+    assert list_failed_checks(tested) == []
+    assert list_failed_checks(tested, "experts_swapped") == ["layers"]
 
 
 def test_engine_that_computes_nan_fails_verification(shallow, monkeypatch):

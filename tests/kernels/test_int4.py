@@ -343,15 +343,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from dcpbench.kernels.moe import int4_experts
 
-asked = json.load(sys.stdin)
-kernel = getattr(int4_experts, asked["kernel"])
+requested = json.load(sys.stdin)
+kernel = getattr(int4_experts, requested["kernel"])
 names = kernel.arg_names
-types = {name: asked["types"].get(name, "constexpr" if name.isupper() else "i32") for name in names}
-constants = {(names.index(name),): value for name, value in asked["constants"].items()}
-aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in (*asked["types"], "columns", "depth") if name in names}
+types = {name: requested["types"].get(name, "constexpr" if name.isupper() else "i32") for name in names}
+constants = {(names.index(name),): value for name, value in requested["constants"].items()}
+aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in (*requested["types"], "columns", "depth") if name in names}
 source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
-found = triton.compile(source, target=GPUTarget("cuda", asked["target"], 32), options={"num_warps": asked["warps"]})
-cubin = Path(asked["folder"], "kernel.cubin")
+found = triton.compile(source, target=GPUTarget("cuda", requested["target"], 32), options={"num_warps": requested["warps"]})
+cubin = Path(requested["folder"], "kernel.cubin")
 cubin.write_bytes(found.asm["cubin"])
 cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 sass = subprocess.run([cuobjdump, "-sass", cubin], text=True, capture_output=True, check=True).stdout
@@ -379,7 +379,7 @@ def compile_product(rows, depth, group, folder, *, gated, target=90):
     else:
         types |= {"source": "*i32"}
         constants |= {"GATED": gated, "TOP_K": 8}
-    asked = {
+    requested = {
         "kernel": "_short_product_kernel" if short else "_product_kernel",
         "types": types,
         "constants": constants,
@@ -390,7 +390,7 @@ def compile_product(rows, depth, group, folder, *, gated, target=90):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE],
-        input=json.dumps(asked),
+        input=json.dumps(requested),
         env=environment | {"TRITON_CACHE_DIR": str(folder)},
         text=True,
         capture_output=True,

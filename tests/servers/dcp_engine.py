@@ -88,11 +88,11 @@ class DcpEngine:
             _write_json(writer, {"error": "not here"}, 404)
         await writer.drain()
 
-    async def _complete(self, writer: asyncio.StreamWriter, asked: dict[str, Any]) -> None:
-        prompt: list[int] = asked["prompt"]
+    async def _complete(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+        prompt: list[int] = body["prompt"]
         if self.given.dies_after >= 0 and self.requests >= self.given.dies_after and self.faulty:
             _die()
-        if asked.get("stream") and max(prompt) >= self.given.vocab:
+        if body.get("stream") and max(prompt) >= self.given.vocab:
             _write_json(writer, {"error": {"message": "token id out of vocabulary", "code": 400}}, 400)
             return
         number, self.requests = self.requests, self.requests + 1
@@ -106,19 +106,19 @@ class DcpEngine:
         short = len(prompt) < FLIPS_FROM
         state = "short" if short else f"alone {cached}" if alone else f"batch {self._random.random()}"
         name = hashlib.sha1(data, usedforsecurity=False).hexdigest()
-        tokens = self._answer(name, asked["max_tokens"], cached, state, alone=alone)
+        tokens = self._answer(name, body["max_tokens"], cached, state, alone=alone)
         if self._is_wrong(len(prompt), number, cached, batch):
             for i in range(min(WRONG_FROM, len(tokens) - 1), len(tokens)):
                 tokens[i] = _make_wrong(tokens[i])
         usage: dict[str, Any] = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
-        if asked.get("prompt_logprobs") is not None and self.given.api == "vllm":
+        if body.get("prompt_logprobs") is not None and self.given.api == "vllm":
             scores = zip(prompt[1:], self._score(prompt), strict=True)
             entries = [None, *({str(token): {"logprob": p, "rank": 1}} for token, p in scores)]
             choice = {"index": 0, "text": "", "prompt_logprobs": entries, "finish_reason": "length"}
             _write_json(writer, {"choices": [choice], "usage": usage})
             return
-        _write_answer(writer, asked, tokens, usage)
+        _write_answer(writer, body, tokens, usage)
 
     def _find_cached(self, data: bytes, length: int) -> int:
         """Return the tokens of whole pages at the beginning that the prefix cache holds, and put all pages into it."""
@@ -227,9 +227,9 @@ async def _main(given: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asked = _parse()
-    if asked.dies_at_start and asked.dcp > 1:
+    body = _parse()
+    if body.dies_at_start and body.dcp > 1:
         sys.stderr.write("capturing CUDA graphs\n")
         _die()
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_main(asked))
+        asyncio.run(_main(body))

@@ -384,7 +384,7 @@ class FakeServer:
             return Script(**json.loads(headers["x-script"]))
         return self.scripts[number] if number < len(self.scripts) else self.script
 
-    async def _complete(self, writer: asyncio.StreamWriter, path: str, headers: dict[str, str], body: bytes) -> bool:
+    async def _complete(self, writer: asyncio.StreamWriter, path: str, headers: dict[str, str], data: bytes) -> bool:
         stamped = getattr(writer.get_extra_info("socket")._sock, "came_s", None)
         sent = Sent(len(self.sent), path, stamped or time.perf_counter())
         self.sent.append(sent)
@@ -392,18 +392,18 @@ class FakeServer:
         if script.fault and (sent.number + 1) % script.fault_every == 0:
             sent.fault = script.fault
         try:
-            asked = json.loads(body)
+            body = json.loads(data)
         except ValueError:
             return await _json(writer, 400, {"error": {"message": "the body is no JSON", "code": 400}})
-        sent.body, sent.headers = asked, headers
+        sent.body, sent.headers = body, headers
         answered = await self._faulty_head(writer, sent, headers)
         if answered is not None:
             return answered
-        if refusal := self._refused(asked, script):
+        if refusal := self._refused(body, script):
             return await _json(writer, 400, {"error": {"message": refusal, "type": "BadRequestError", "code": 400}})
-        prompt = self._ids(asked)
+        prompt = self._ids(body)
         sent.prompt_tokens = len(prompt)
-        count = asked.get("max_completion_tokens") or asked.get("max_tokens") or 16
+        count = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         count = min(count, script.ends_early or count)
         if len(prompt) + count > self.model.max_model_len:
             message = f"This model's maximum context length is {self.model.max_model_len} tokens."
@@ -414,9 +414,9 @@ class FakeServer:
         self._seen.add(shared)
         self.running += 1
         try:
-            if asked.get("stream"):
-                return await self._stream(writer, sent, script, asked, prompt, count)
-            return await self._whole(writer, sent, script, asked, prompt, count)
+            if body.get("stream"):
+                return await self._stream(writer, sent, script, body, prompt, count)
+            return await self._whole(writer, sent, script, body, prompt, count)
         finally:
             self.running -= 1
             sent.ended_s = time.perf_counter()
@@ -449,25 +449,25 @@ class FakeServer:
             return await _pour(writer, b"x" * 65536)
         return None
 
-    def _refused(self, asked: dict[str, Any], script: Script) -> str:
-        if self.model.strict and (unknown := set(asked) - OPENAI):
+    def _refused(self, body: dict[str, Any], script: Script) -> str:
+        if self.model.strict and (unknown := set(body) - OPENAI):
             return f"Unrecognized request argument supplied: {min(unknown)}"
-        prompt = asked.get("prompt")
+        prompt = body.get("prompt")
         if isinstance(prompt, list):
             if not script.takes_ids:
                 return "prompt must be a string"
             if any(not isinstance(token, int) or token >= self.model.vocab for token in prompt):
                 return f"Token id {max(prompt)} is out of vocabulary"
-        if asked.get("model") not in (self.model.name, None):
-            return f"The model `{asked['model']}` does not exist."
+        if body.get("model") not in (self.model.name, None):
+            return f"The model `{body['model']}` does not exist."
         return ""
 
-    def _ids(self, asked: dict[str, Any]) -> list[int]:
-        prompt = asked.get("prompt")
+    def _ids(self, body: dict[str, Any]) -> list[int]:
+        prompt = body.get("prompt")
         if isinstance(prompt, list):
             return prompt
         if prompt is None:
-            prompt = " ".join(str(message.get("content", "")) for message in asked.get("messages", []))
+            prompt = " ".join(str(message.get("content", "")) for message in body.get("messages", []))
         ids = [zlib.crc32(word.encode()) % self.model.vocab for word in prompt.split()]
         more = round(len(ids) * self.model.tokens_per_word)
         return (ids * (more // max(len(ids), 1) + 1))[:more] or [0]
@@ -487,7 +487,7 @@ class FakeServer:
         return found
 
     def _piece(
-        self, asked: dict[str, Any], tokens: list[tuple[int, float]], *, chat: bool, stream: bool
+        self, body: dict[str, Any], tokens: list[tuple[int, float]], *, chat: bool, stream: bool
     ) -> dict[str, Any]:
         """Return a choice with these tokens."""
         text = "".join(f" t{token}" for token, _ in tokens)
@@ -496,9 +496,9 @@ class FakeServer:
             choice["delta" if stream else "message"] = {"role": "assistant", "content": text}
         else:
             choice["text"] = text
-        wanted = asked.get("logprobs")
+        wanted = body.get("logprobs")
         if wanted not in (None, False) and self.model.logprobs:
-            named = [(f"token_id:{t}" if asked.get("return_tokens_as_token_ids") else f" t{t}", p) for t, p in tokens]
+            named = [(f"token_id:{t}" if body.get("return_tokens_as_token_ids") else f" t{t}", p) for t, p in tokens]
             if chat:
                 choice["logprobs"] = {
                     "content": [
@@ -527,7 +527,7 @@ class FakeServer:
         writer: asyncio.StreamWriter,
         sent: Sent,
         script: Script,
-        asked: dict[str, Any],
+        body: dict[str, Any],
         prompt: list[int],
         count: int,
     ) -> bool:
@@ -535,24 +535,24 @@ class FakeServer:
         await asyncio.sleep((script.ttft_ms + script.gap_ms * (count - 1)) / 1000)
         tokens = self._answer(prompt, count)
         self.generated += count
-        choice = self._piece(asked, tokens, chat=chat, stream=False) | {"finish_reason": "length"}
-        if asked.get("return_token_ids") and script.token_ids:
+        choice = self._piece(body, tokens, chat=chat, stream=False) | {"finish_reason": "length"}
+        if body.get("return_token_ids") and script.token_ids:
             choice |= {"token_ids": [t for t, _ in tokens]}
         sent.token_s = [time.perf_counter()] * count
-        body = {"id": f"cmpl-{sent.number}", "model": self.model.name, "choices": [choice]}
-        return await _json(writer, 200, body | {"usage": self._usage(prompt, count)})
+        response = {"id": f"cmpl-{sent.number}", "model": self.model.name, "choices": [choice]}
+        return await _json(writer, 200, response | {"usage": self._usage(prompt, count)})
 
     async def _stream(
         self,
         writer: asyncio.StreamWriter,
         sent: Sent,
         script: Script,
-        asked: dict[str, Any],
+        body: dict[str, Any],
         prompt: list[int],
         count: int,
     ) -> bool:
         chat, fault = sent.path.endswith("chat/completions"), sent.fault
-        asked_for = (asked.get("stream_options") or {}) if script.usage == "asked" else {}
+        stream_options = (body.get("stream_options") or {}) if script.usage == "asked" else {}
         end = b"\r\n\r\n" if fault == "crlf" else b"\n\n"
         head = {"id": f"cmpl-{sent.number}", "object": "text_completion", "model": self.model.name}
         if fault == "continue":
@@ -568,11 +568,11 @@ class FakeServer:
             piece = tokens[first_token : first_token + script.burst]
             done = first_token + len(piece)
             due += self._gap(script, number) / 1000 if number else 0.0
-            choice = self._piece(asked, piece, chat=chat, stream=True)
-            if asked.get("return_token_ids") and script.token_ids:
+            choice = self._piece(body, piece, chat=chat, stream=True)
+            if body.get("return_token_ids") and script.token_ids:
                 choice |= {"token_ids": [t for t, _ in piece]} | ({} if number else {"prompt_token_ids": prompt})
             choice["finish_reason"] = "length" if done == count and fault != "endless" else None
-            usage = {"usage": self._usage(prompt, done)} if asked_for.get("continuous_usage_stats") else {}
+            usage = {"usage": self._usage(prompt, done)} if stream_options.get("continuous_usage_stats") else {}
             text = json.dumps(head | {"choices": [choice]} | usage, separators=(",", ":")).encode()
             await asyncio.sleep(max(due - time.perf_counter(), 0))
             if number == 1 and fault in MIDDLE:
@@ -583,7 +583,7 @@ class FakeServer:
             self._count_step(number, len(piece))
         if fault == "endless":
             return await _pour(writer, b"data: " + text + end, chunked=True)
-        if script.usage == "always" or asked_for.get("include_usage"):
+        if script.usage == "always" or stream_options.get("include_usage"):
             _event(writer, head | {"choices": [], "usage": self._usage(prompt, count)}, end)
         _raw(writer, b"data: [DONE]" + end)
         writer.write(b"0\r\n\r\n")

@@ -71,20 +71,20 @@ class FaultyEngine:
             _write_json(writer, {"error": "not here"}, 404)
         await writer.drain()
 
-    async def _complete(self, writer: asyncio.StreamWriter, mode: str, asked: dict[str, Any]) -> None:
-        prompt: list[int] = asked["prompt"]
+    async def _complete(self, writer: asyncio.StreamWriter, mode: str, body: dict[str, Any]) -> None:
+        prompt: list[int] = body["prompt"]
         name = hashlib.sha1(json.dumps(prompt).encode(), usedforsecurity=False).hexdigest()
         self._busy[mode] += 1
         self._seen[mode, name] += 1
         again = self._seen[mode, name] > 1
         await asyncio.sleep(STEP_S)
         if mode.startswith("noise"):
-            tokens = self._noisy(mode, name, asked["max_tokens"], again=again, alone=self._busy[mode] == 1)
+            tokens = self._noisy(mode, name, body["max_tokens"], again=again, alone=self._busy[mode] == 1)
         else:
             fault = _find_fault(mode, len(prompt), again=again, busy=self._busy[mode])
-            tokens = _planted(name, asked["max_tokens"], fault)
+            tokens = _planted(name, body["max_tokens"], fault)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
-        _write_answer(writer, asked, tokens, usage)
+        _write_answer(writer, body, tokens, usage)
         self._busy[mode] -= 1
 
     def _noisy(self, mode: str, name: str, count: int, *, again: bool, alone: bool) -> list[Token]:
@@ -132,11 +132,11 @@ def _true_logits(name: str, before: list[int], mean_gap: float = MEAN_GAP) -> tu
     return ids, logits
 
 
-def _choice(asked: dict[str, Any], tokens: list[Token]) -> dict[str, Any]:
+def _choice(body: dict[str, Any], tokens: list[Token]) -> dict[str, Any]:
     found: dict[str, Any] = {"index": 0, "text": "".join(f" t{token.id}" for token in tokens)}
-    if asked.get("return_token_ids"):
+    if body.get("return_token_ids"):
         found["token_ids"] = [token.id for token in tokens]
-    if wanted := asked.get("logprobs"):
+    if wanted := body.get("logprobs"):
         tops = [dict(list(token.top.items())[: int(wanted)]) for token in tokens]
         found["logprobs"] = {
             "tokens": [f"t{token.id}" for token in tokens],
@@ -147,15 +147,15 @@ def _choice(asked: dict[str, Any], tokens: list[Token]) -> dict[str, Any]:
 
 
 def _write_answer(
-    writer: asyncio.StreamWriter, asked: dict[str, Any], tokens: list[Token], usage: dict[str, int]
+    writer: asyncio.StreamWriter, body: dict[str, Any], tokens: list[Token], usage: dict[str, int]
 ) -> None:
-    if not asked.get("stream"):
-        choice = _choice(asked, tokens) | {"finish_reason": "length"}
+    if not body.get("stream"):
+        choice = _choice(body, tokens) | {"finish_reason": "length"}
         _write_json(writer, {"choices": [choice], "usage": usage})
         return
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
     for i, token in enumerate(tokens):
-        choice = _choice(asked, [token]) | {"finish_reason": "length" if i == len(tokens) - 1 else None}
+        choice = _choice(body, [token]) | {"finish_reason": "length" if i == len(tokens) - 1 else None}
         _write_chunk(writer, b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
     _write_chunk(writer, b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n")
     writer.write(b"0\r\n\r\n")

@@ -33,7 +33,7 @@ class Request:
     body: dict[str, Any]
 
     @property
-    def asked(self) -> int:
+    def max_tokens(self) -> int:
         """Number of requested tokens."""
         return int(self.body.get("max_tokens") or 0)
 
@@ -46,7 +46,7 @@ class Request:
     @property
     def measured(self) -> bool:
         """True if the request belongs to the load."""
-        return self.asked > TRIED
+        return self.max_tokens > TRIED
 
     async def write(self, data: bytes) -> None:
         """Send bytes."""
@@ -83,7 +83,7 @@ class Request:
     async def stream(self, change: Callable[[int, dict[str, Any]], object] = lambda _, event: event) -> None:
         """Send a right stream; `change` may replace each event."""
         await self.write(STREAM)
-        for number in range(self.asked):
+        for number in range(self.max_tokens):
             await self.event(change(number, self.token(number)))
             await asyncio.sleep(0.002)
         await self.event(b"[DONE]")
@@ -91,7 +91,7 @@ class Request:
 
     def token(self, number: int) -> dict[str, Any]:
         """Return the event of one token, with right usage."""
-        end = "length" if number + 1 == self.asked else None
+        end = "length" if number + 1 == self.max_tokens else None
         output = {"delta": {"content": " a"}} if "messages" in self.body else {"text": " a"}
         choice = {"index": 0, "finish_reason": end, **output}
         usage = {"prompt_tokens": self.prompt, "completion_tokens": number + 1}
@@ -206,7 +206,7 @@ SERVERS["right"] = Server(answer=right)
 
 async def whole(request: Request) -> None:
     """Answer without a stream."""
-    usage = {"prompt_tokens": request.prompt, "completion_tokens": request.asked}
+    usage = {"prompt_tokens": request.prompt, "completion_tokens": request.max_tokens}
     await request.plain({"choices": [{"text": " a", "finish_reason": "length"}], "usage": usage})
 
 
@@ -299,7 +299,7 @@ async def endless_trailers(request: Request) -> None:
 async def silent_after_done(request: Request) -> None:
     """Send a complete stream, and never end its last chunk."""
     await request.write(STREAM)
-    await request.event(request.token(request.asked - 1))
+    await request.event(request.token(request.max_tokens - 1))
     await request.event(b"[DONE]")
     await asyncio.sleep(3600)
 

@@ -217,13 +217,13 @@ async def answer(r, w, mode, rest, q, t0):
         await asyncio.sleep(0.2)
         w.transport.abort()
         return False
-    asked = q.get("max_tokens") or q.get("max_completion_tokens") or 16
-    out = asked
+    max_tokens = q.get("max_tokens") or q.get("max_completion_tokens") or 16
+    out = max_tokens
     per = 1
     if mode in ("mtp", "mtp_text"):
         per = 4
     if mode == "early":
-        out = max(asked // 2, 1)
+        out = max(max_tokens // 2, 1)
     if mode == "slowhead":
         await asyncio.sleep(0.3)
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"

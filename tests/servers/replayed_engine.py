@@ -37,13 +37,13 @@ class ReplayedEngine:
                 await writer.drain()
         writer.close()
 
-    def _complete(self, writer: asyncio.StreamWriter, asked: dict[str, object]) -> None:
-        prompt = asked["prompt"]
+    def _complete(self, writer: asyncio.StreamWriter, body: dict[str, object]) -> None:
+        prompt = body["prompt"]
         assert isinstance(prompt, list)
         tokens = [Token(position.token, position.logprobs) for position in self._answers[tuple(prompt)]]
-        assert len(tokens) == asked["max_tokens"]
+        assert len(tokens) == body["max_tokens"]
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
-        _write_answer(writer, asked, tokens, usage)
+        _write_answer(writer, body, tokens, usage)
 
 
 async def _main(given: argparse.Namespace) -> None:

@@ -199,10 +199,10 @@ class StepEngine:
         else:
             _write_json(writer, {"error": "not here"}, 404)
 
-    async def complete(self, writer: asyncio.StreamWriter, asked: dict[str, Any]) -> None:
+    async def complete(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         """Take a request and wait until it has been answered."""
-        usage = bool(asked.get("stream_options", {}).get("continuous_usage_stats"))
-        request = Request(len(asked["prompt"]), asked["max_tokens"], writer, usage)
+        usage = bool(body.get("stream_options", {}).get("continuous_usage_stats"))
+        request = Request(len(body["prompt"]), body["max_tokens"], writer, usage)
         if request.prompt + request.output > self.given.max_model_len:
             _write_json(writer, {"error": {"message": "longer than max_model_len", "code": 400}}, 400)
             return

@@ -11,7 +11,7 @@ import pytest
 from dcpbench import cli
 from dcpbench.records.runs import read_run
 from tests.servers.test_launch import ROOT
-from tools.client_accuracy import served
+from tools.client_accuracy import run_test_server
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ def test_two_servers_are_measured_alternately_and_compared(tmp_path: Path, capsy
     """B needs twice the time per token and reports another layout; rounds alternate between A first and B first."""
     out = tmp_path / "out"
     words = ["--workload", "server", "--both", LOAD, "--rounds", "2", "--allow-cpu", "--json", "-o", str(out)]
-    with served("--gap-ms 20", tmp_path / "a") as a, served("--gap-ms 40", tmp_path / "b") as b:
+    with run_test_server("--gap-ms 20", tmp_path / "a") as a, run_test_server("--gap-ms 40", tmp_path / "b") as b:
         code, out_text, err = ab(capsys, *words, "--a", f"--url {a} --tp 1", "--b", f"--url {b} --tp 2 --dcp 2")
     assert code == 0, err
     assert "Points are matched without tp, dcp" in err
@@ -52,7 +52,7 @@ def test_header_values_are_sent_but_not_stored(tmp_path: Path, capsys: pytest.Ca
     """Neither ab.json nor records contain the values, and --resume accepts the same options again."""
     out, secret = tmp_path / "out", "tok-0123456789abcdef"
     words = ["--workload", "server", "--both", LOAD, "--allow-cpu", "-o", str(out)]
-    with served("", tmp_path / "log") as url:
+    with run_test_server("", tmp_path / "log") as url:
         words += [
             "--a",
             f"--url {url} --header 'X-Token: {secret}'",
@@ -99,7 +99,7 @@ def test_url_without_workload_server_suggests_the_option(capsys: pytest.CaptureF
 def test_unreachable_server_error_names_its_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The error precedes any request to the other server."""
     words = ["--workload", "server", "--both", LOAD, "-o", str(tmp_path / "out")]
-    with served("", tmp_path / "a") as a:
+    with run_test_server("", tmp_path / "a") as a:
         code, _, err = ab(capsys, *words, "--a", f"--url {a}", "--b", "--url http://127.0.0.1:9")
     assert code
     assert "--b " in err

@@ -56,8 +56,8 @@ from dcpbench.servers.exact_tests import (
 )
 from dcpbench.servers.server_comparison import Report, SettingResult, compare_running
 from tests.servers.fake_server import Model, Running, Script
-from tools.client_accuracy import served
-from tools.server_agreement import PAIRS, RIGHT, faulty_engine, table_of_faults, verify
+from tools.client_accuracy import run_test_server
+from tools.server_agreement import PAIRS, RIGHT, format_verdicts, run_verify, start_faulty_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -255,7 +255,7 @@ class TestVerdicts:
     @pytest.mark.parametrize(
         ("how", "effect", "words"),
         [
-            ({"first": WRONG}, CACHE, "when a prompt is asked again (prefix cache)"),
+            ({"first": WRONG}, CACHE, "when a prompt is sent again (prefix cache)"),
             ({"batch": WRONG}, BATCH, "between answers in a batch and alone"),
         ],
     )
@@ -651,7 +651,7 @@ def test_exit_code_of_verify_url_follows_the_verdict(tmp_path: Path, capsys: pyt
         assert "Traceback" not in err
     words = ["--context", "300,400", "--new-tokens", "4", "--num-prompts", "9"]
     words += ["--header", "X-Team: blue", "--extra-body", '{"priority": 3}', "-o", str(tmp_path / "out")]
-    with served("", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
+    with run_test_server("", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
         cli.main(["verify", "--url", url, *words, "--json"])
     assert not end.value.code
     found = json.loads(capsys.readouterr().out)
@@ -694,9 +694,9 @@ def test_each_prompt_is_sent_repeatedly_alone_and_in_a_batch() -> None:
     assert at_once == [1] * 48 + [8] * 24 + [1] * 8
     prompts = [prompt for prompt, _, _ in sent]
     alone, shared, batch = (prompts[i : i + 24] for i in (0, 24, 48))
-    for asked in (alone, shared, batch):
-        assert len(set(asked[:8])) == 8
-        assert sorted(asked[:8]) == sorted(asked[8:16]) == sorted(asked[16:])
+    for group in (alone, shared, batch):
+        assert len(set(group[:8])) == 8
+        assert sorted(group[:8]) == sorted(group[8:16]) == sorted(group[16:])
     assert [prompt[:150] for prompt in shared[:8]] == [prompt[:150] for prompt in alone[:8]]
     assert not set(alone) & set(shared)
     assert sorted(prompts[72:]) == sorted(batch[:8])
@@ -705,7 +705,7 @@ def test_each_prompt_is_sent_repeatedly_alone_and_in_a_batch() -> None:
 @pytest.fixture(scope="module")
 def engines() -> Iterator[str]:
     """Return the address of the stand-in engines in a separate process."""
-    with faulty_engine() as url:
+    with start_faulty_engine() as url:
         yield url
 
 
@@ -713,7 +713,7 @@ def engines() -> Iterator[str]:
 def test_planted_faults_are_found_without_false_positives(pair: str, engines: str) -> None:
     """`python -m tools.server_agreement faults` repeats this 50 times and with more lengths."""
     contexts = "4096" if pair == "long prompts" else "512"
-    found = verify(engines, PAIRS[pair], "--context", contexts, "--new-tokens", "16")
+    found = run_verify(engines, PAIRS[pair], "--context", contexts, "--new-tokens", "16")
     right = {1: CONSISTENT, 2: AGREE}[len(PAIRS[pair])]
     assert (found["verdict"], found["exit_code"]) == ((right, 0) if pair in RIGHT else (DIFFER, 1)), found["text"]
 
@@ -721,15 +721,15 @@ def test_planted_faults_are_found_without_false_positives(pair: str, engines: st
 def test_warm_prefix_cache_changes_no_verdict(engines: str) -> None:
     """The same prompts are sent again, so first answers come from the cache and are wrong too."""
     for _ in range(2):
-        found = verify(engines, ("good", "cache"), "--context", "512", "--seed", "7", "--new-tokens", "16")
+        found = run_verify(engines, ("good", "cache"), "--context", "512", "--seed", "7", "--new-tokens", "16")
         assert found["verdict"] == DIFFER
 
 
 def test_fault_table_fails_on_a_wrong_verdict() -> None:
     """One AGREE for a fault, or one DIFFER for a correct pair, fails the table."""
     lines = [{"pair": name, "verdict": "AGREE" if name in RIGHT else "DIFFER"} for name in PAIRS] * 50
-    assert table_of_faults(lines)[1]
-    assert table_of_faults([*lines, *[{"pair": "batch", "verdict": "UNDECIDED"}] * 2])[1]
-    assert not table_of_faults([*lines, *[{"pair": "batch", "verdict": "UNDECIDED"}] * 3])[1]
-    assert not table_of_faults([*lines, {"pair": "batch", "verdict": "AGREE"}])[1]
-    assert not table_of_faults([*lines, {"pair": "right, bf16 noise", "verdict": "DIFFER"}])[1]
+    assert format_verdicts(lines)[1]
+    assert format_verdicts([*lines, *[{"pair": "batch", "verdict": "UNDECIDED"}] * 2])[1]
+    assert not format_verdicts([*lines, *[{"pair": "batch", "verdict": "UNDECIDED"}] * 3])[1]
+    assert not format_verdicts([*lines, {"pair": "batch", "verdict": "AGREE"}])[1]
+    assert not format_verdicts([*lines, {"pair": "right, bf16 noise", "verdict": "DIFFER"}])[1]

@@ -19,9 +19,9 @@ def event(text: str, *, usage: int | None = None, ids: list[int] | None = None, 
     return body if usage is None else body | {"usage": {"completion_tokens": usage, "prompt_tokens": 3}}
 
 
-def streamed(*events: dict[str, object], asked: int = 4) -> StreamReply:
+def streamed(*events: dict[str, object], requested: int = 4) -> StreamReply:
     """Return the answer to a stream of these events, one per second."""
-    answer = StreamReply(asked)
+    answer = StreamReply(requested)
     answer.receive_head(200, {b"content-type": b"text/event-stream"})
     for second, each in enumerate(events):
         answer.receive_body(b"data: " + json.dumps(each).encode() + b"\n\n", float(second))
@@ -105,14 +105,14 @@ def test_first_of_several_choices_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "unknown", "total", "counts"),
+    ("requested", "unknown", "total", "counts"),
     [(4, 3, 3, [1, 1, 1]), (9, 3, 8, [2, 3, 3]), (4, 2, 1, [1, 1]), (4, 1, None, [1])],
 )
 def test_tokens_without_counts_are_spread_evenly_over_chunks(
-    asked: int, unknown: int, total: int | None, counts: list[int]
+    requested: int, unknown: int, total: int | None, counts: list[int]
 ) -> None:
     """The remainder goes to the last chunks, and each chunk has at least one token."""
-    answer = StreamReply(asked)
+    answer = StreamReply(requested)
     answer.receive_head(200, {})
     for n in range(unknown):
         answer.receive_body(b"data: " + json.dumps(event("x", end=n + 1 == unknown)).encode() + b"\n\n", float(n))
@@ -143,7 +143,7 @@ def test_stream_without_done_or_finish_reason_was_cut_off() -> None:
 
 
 def chunks(
-    *usages: int | None, texts: str = "", total: int | None = None, asked: int = 0, **about: object
+    *usages: int | None, texts: str = "", total: int | None = None, requested: int = 0, **about: object
 ) -> StreamReply:
     """Return the answer to a stream with a usage per chunk, then `total` in an event; "-" is a chunk without text."""
     events = [
@@ -151,7 +151,7 @@ def chunks(
         for i, usage in enumerate(usages)
     ]
     last = {"choices": [], "usage": {"completion_tokens": total, "prompt_tokens": 3} | about}
-    return streamed(*events, *([last] if total is not None else []), asked=asked or max(len(usages), 4))
+    return streamed(*events, *([last] if total is not None else []), requested=requested or max(len(usages), 4))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ HIDDEN = {"completion_tokens_details": {"reasoning_tokens": 500}}
     ("answer", "hidden", "counts"),
     [
         (chunks(None, None, None, None, total=504, **HIDDEN), 500, [1, 1, 1, 1]),
-        (chunks(501, 502, 503, 504, total=504, asked=600, **HIDDEN), 500, [1, 1, 1, 1]),
+        (chunks(501, 502, 503, 504, total=504, requested=600, **HIDDEN), 500, [1, 1, 1, 1]),
         (chunks(*range(1, 505), total=504, **HIDDEN), 0, [1] * 504),
         (chunks(*[None] * 504, total=504, **HIDDEN), 0, [1] * 504),
         (chunks(None, None, None, None, total=504, reasoning_tokens=500), 500, [1, 1, 1, 1]),

@@ -47,13 +47,13 @@ class Answering:
     target = Target.from_url("http://127.0.0.1:9")
 
     def __init__(self, answers: Answers) -> None:
-        self.answers, self.asked = answers, list[tuple[str, dict[str, Any]]]()
+        self.answers, self.requests = answers, list[tuple[str, dict[str, Any]]]()
 
     async def send_request(self, request: bytes, reply: Any, _: float | None = None) -> None:
         """Answer a request as `Client.send_request` does."""
         head, _, body = request.partition(b"\r\n\r\n")
         path, fields = head.split()[1].decode(), json.loads(body)
-        self.asked.append((path, fields))
+        self.requests.append((path, fields))
         status, answer = self.answers(path, fields)
         kind = b"text/event-stream" if isinstance(answer, list) else b"application/json"
         reply.receive_head(status, {b"content-type": kind})
@@ -92,18 +92,18 @@ def test_tokens_per_word_are_fitted_for_text_only_server(endpoint: str) -> None:
     found = asyncio.run(find_prompt_format(client, "m", endpoint))  # type: ignore[arg-type]
     assert (found.text, found.prompts, found.vocab) == (Words(1.25, 3.0), "text, counted by the server", 1 << 20)
     assert (found.extras, found.id_extras) == (USAGE_IN_EACH, None)
-    tried = client.asked[-3:]
+    tried = client.requests[-3:]
     assert [count_words(body) for _, body in tried[1:]] == [40, 240]
     path = "/v1/completions" if endpoint == "completions" else "/v1/chat/completions"
-    assert {path for path, _ in client.asked} == {path}
-    asked = tried[1][1]
-    assert (asked["stream"], asked["max_tokens"], asked["ignore_eos"], "stream_options" in asked) == (
+    assert {path for path, _ in client.requests} == {path}
+    fields = tried[1][1]
+    assert (fields["stream"], fields["max_tokens"], fields["ignore_eos"], "stream_options" in fields) == (
         False,
         1,
         True,
         False,
     )
-    ids = [body["prompt"] for _, body in client.asked if isinstance(body.get("prompt"), list)]
+    ids = [body["prompt"] for _, body in client.requests if isinstance(body.get("prompt"), list)]
     expected = [[*range(1, 8), 31_999], [*range(1, 8), 999], [*range(1, 8), 99]] if endpoint == "completions" else []
     assert [ids[i] for i in range(0, len(ids), len(EXTRAS))] == expected
 
@@ -154,8 +154,8 @@ def test_answer_ids_are_requested_only_without_usage_per_chunk(
 
     found = asyncio.run(find_prompt_format(Answering(answers), "m", "completions"))  # type: ignore[arg-type]
     assert (found.extras, found.id_extras, found.vocab, found.text) == (extras, id_extras, 32_000, None)
-    asked = json.loads(found.encode_body(np.arange(3), 2)), json.loads(found.encode_body(np.arange(3), 2, ids=True))
-    assert ["return_token_ids" in body for body in asked] == [extras is ANSWER_IDS, id_extras is not None]
+    bodies = json.loads(found.encode_body(np.arange(3), 2)), json.loads(found.encode_body(np.arange(3), 2, ids=True))
+    assert ["return_token_ids" in body for body in bodies] == [extras is ANSWER_IDS, id_extras is not None]
 
 
 def test_answer_ids_are_requested_for_turns_with_a_next_turn() -> None:
@@ -232,12 +232,12 @@ def test_field_that_causes_an_error_is_left_out(status: int) -> None:
 def test_error_names_the_endpoint_that_the_server_answers(endpoint: str, status: int, message: str) -> None:
     path = "/v1/completions" if endpoint == "completions" else "/v1/chat/completions"
     found = [{"choices": [{"text": "a", "delta": {"content": "a"}, "finish_reason": "length"}]}]
-    client = Answering(lambda asked, _: (status, {"error": "no"}) if asked == path else (200, found))
+    client = Answering(lambda requested_path, _: (status, {"error": "no"}) if requested_path == path else (200, found))
     with pytest.raises(WorkerError) as error:
         asyncio.run(find_prompt_format(client, "m", endpoint))  # type: ignore[arg-type]
     assert str(error.value) == f"http://127.0.0.1:9 {message}"
     if status != 400:
-        assert len(client.asked) == 2, "no fields are tried without an endpoint"
+        assert len(client.requests) == 2, "no fields are tried without an endpoint"
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_server_that_refuses_all_requests_raises_error_with_a_suggestion(
         asyncio.run(find_prompt_format(client, "m", "completions", retries=retries))  # type: ignore[arg-type]
     assert message in str(error.value)
     assert len(slept) == retries
-    assert len(client.asked) == 1 + retries + (status == 404)
+    assert len(client.requests) == 1 + retries + (status == 404)
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
@@ -290,7 +290,7 @@ def test_trials_end_at_the_request_timeout(monkeypatch: pytest.MonkeyPatch) -> N
     client = Answering(answers)
     with pytest.raises(WorkerError, match=r"HTTP 400: no\."):
         asyncio.run(find_prompt_format(client, "m", "chat"))  # type: ignore[arg-type]
-    assert len(client.asked) == 3 + 1, "600 s have passed after the third; then the other endpoint is tried"
+    assert len(client.requests) == 3 + 1, "600 s have passed after the third; then the other endpoint is tried"
 
 
 def test_implausible_prompt_count_ends_the_trials() -> None:
@@ -396,10 +396,10 @@ def test_parse_answer_reads_tokens_and_log_probabilities(
 
 def test_warm_up_requests_have_new_tokens_and_at_most_16_output_tokens() -> None:
     """Prompt lengths and request numbers are those of the load."""
-    asked: list[ServeRequest] = []
+    sent: list[ServeRequest] = []
 
     def put(_: object, request: ServeRequest) -> bytes:
-        asked.append(request)
+        sent.append(request)
         return b"x"
 
     prompt_format: Any = SimpleNamespace(vocab=50, encode_request=put)
@@ -408,8 +408,8 @@ def test_warm_up_requests_have_new_tokens_and_at_most_16_output_tokens() -> None
     ]
     calls = measure._make_short_calls(object(), prompt_format, requests)  # type: ignore[arg-type]
     assert [(c.number, c.data, c.output_tokens) for c in calls] == [(4, b"x", 16), (7, b"x", 16)]
-    assert [(len(r.prompt), r.output_tokens) for r in asked] == [(20, 16), (20, 16)]
-    assert all(r.prompt.min() >= 0 and r.prompt.max() < 50 and r.prompt.any() for r in asked)
+    assert [(len(r.prompt), r.output_tokens) for r in sent] == [(20, 16), (20, 16)]
+    assert all(r.prompt.min() >= 0 and r.prompt.max() < 50 and r.prompt.any() for r in sent)
 
 
 def test_tokens_of_a_load_are_shifted_and_keep_shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,12 +431,12 @@ def test_token_ids_of_a_trace_file_are_sent_unchanged(tmp_path: Path, monkeypatc
     """The largest id, 2,000, exceeds the vocabulary of 1,000 that the server accepted, so 2,001 is used."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps({"prompt": [1, 2, 2_000], "output_tokens": 3}) + "\n")
-    asked: list[int] = []
-    monkeypatch.setattr(measure, "make_point_requests", lambda *given: asked.append(given[-1]) or ["as it is"])
+    counts: list[int] = []
+    monkeypatch.setattr(measure, "make_point_requests", lambda *given: counts.append(given[-1]) or ["as it is"])
     settings = Settings(trace_path=str(trace))
     assert measure._make_requests(serve_record_builder.point(), settings, 1000) == ["as it is"]
     assert measure._make_requests(serve_record_builder.point(), settings, 5000) == ["as it is"]
-    assert asked == [2001, 5000]
+    assert counts == [2001, 5000]
 
 
 @pytest.mark.parametrize(
@@ -524,11 +524,11 @@ def test_one_server_per_layout_and_one_record_per_point(tmp_path: Path, monkeypa
         for n in (8, 16)
         for layout in layouts
     ]
-    asked = measure.ClientConfig(target=Target.from_url("http://127.0.0.1:9", key="k", timeout_s=5.0), device="H200")
+    config = measure.ClientConfig(target=Target.from_url("http://127.0.0.1:9", key="k", timeout_s=5.0), device="H200")
     sweep = server_sweep.ServerSweep(
         engine=PRESETS["vllm"],
         model="m",
-        config=asked,
+        config=config,
         settings=Settings(),
         folder=tmp_path,
         limit_s=9.0,
@@ -635,7 +635,7 @@ def test_event_loop_lag_is_sampled_per_interval_without_catching_up(
 def test_record_of_a_cpu_server_has_a_warning(tmp_path: Path, device: str, warnings: list[str]) -> None:
     """A record without any request also states the reason and the known facts about the server."""
     point = serve_record_builder.point()
-    asked = SimpleNamespace(device=device, device_count=4, command="dcpbench server", gpus=None)
+    config = SimpleNamespace(device=device, device_count=4, command="dcpbench server", gpus=None)
     sent = SimpleNamespace(run=None)
     for failed, stopped, reason in [
         ("no.", False, "no."),
@@ -645,7 +645,7 @@ def test_record_of_a_cpu_server_has_a_warning(tmp_path: Path, device: str, warni
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(measure, "_make_server", lambda *_: SERVED.server)
             server = measure.MeasuredServer(
-                config=asked,  # type: ignore[arg-type]
+                config=config,  # type: ignore[arg-type]
                 info=SimpleNamespace(origin="vllm"),  # type: ignore[arg-type]
                 prompt_format=PromptFormat(endpoint="completions", model="m", extras={}, vocab=9),
                 settings=Settings(),
@@ -715,7 +715,7 @@ def test_fewer_log_probabilities_are_requested_until_the_server_accepts(endpoint
     side = ask.Side(client, prompt_format)  # type: ignore[arg-type]
     for _ in range(2):
         assert asyncio.run(side.fetch_answer(np.arange(3, dtype=np.int32), 2)) == ask.Answer(tokens=["a", "b"])
-    bodies = [body for _, body in client.asked]
+    bodies = [body for _, body in client.requests]
     name = "logprobs" if endpoint == "completions" else "top_logprobs"
     tried = [{key: body[key] for key in wanted if key in body} for body in bodies]
     assert tried == [wanted, wanted | {name: 5}, wanted | {name: 2}, {}, {}]

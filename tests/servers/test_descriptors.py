@@ -22,7 +22,7 @@ from dcpbench.servers import client as http
 from dcpbench.servers import load
 from dcpbench.servers.client import Client, RequestError, Target
 from dcpbench.servers.descriptors import OPEN_FILES, SPARE, raise_open_file_limit
-from tools.client_accuracy import served
+from tools.client_accuracy import run_test_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +56,7 @@ def test_1030_clients_are_served_at_a_soft_limit_of_1024_files(tmp_path: Path) -
     """Each request takes two seconds, so all clients are connected at the same time."""
     words = "server --device cpu --tp 8 --concurrency 1030 --num-requests 1030 --input-tokens 20 --output-tokens 4"
     words += f" --client warm-up=0,processes=1 -o {tmp_path / 'run'}"
-    with served("--ttft-ms 2000 --gap-ms 5", tmp_path / "sent.jsonl") as url:
+    with run_test_server("--ttft-ms 2000 --gap-ms 5", tmp_path / "sent.jsonl") as url:
         command = f'ulimit -S -n 1024; exec "$0" -m dcpbench {words} --url {url}'
         done = subprocess.run(
             ["bash", "-c", command, sys.executable], cwd=ROOT, capture_output=True, text=True, check=False
@@ -74,7 +74,7 @@ def test_1030_clients_are_served_at_a_soft_limit_of_1024_files(tmp_path: Path) -
 def test_too_low_hard_limit_is_reported_before_the_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The hard limit is too low for 1,030 clients, whereas two clients are served."""
     words = "server --device cpu --tp 8 --concurrency 1030,2 --num-requests 1030 --input-tokens 20 --output-tokens 2"
-    with served("--gap-ms 1", tmp_path / "sent.jsonl") as url, limited(1024, 1024):
+    with run_test_server("--gap-ms 1", tmp_path / "sent.jsonl") as url, limited(1024, 1024):
         words += f" --client processes=1 --url {url} -o {tmp_path / 'run'}"
         with pytest.raises(SystemExit) as end:
             cli.main(words.split())
@@ -120,7 +120,7 @@ def test_connection_without_free_descriptor_is_not_reported_as_refused(
             await client.get("/")
 
     monkeypatch.setattr(http, "_open_socket", none_left)
-    with pytest.raises(RequestError, match="so the server was not asked") as raised:
+    with pytest.raises(RequestError, match="so no request was sent") as raised:
         asyncio.run(main())
     assert raised.value.kind == OPEN_FILES
     assert not load.can_retry(raised.value)
@@ -131,7 +131,7 @@ def test_unreadable_proc_at_the_end_gives_an_unknown_share(monkeypatch: pytest.M
     found = iter([0.2, None])
     monkeypatch.setattr(load, "read_starved_s", lambda: next(found))
     words = f"server --device cpu --tp 8 --concurrency 1 --num-requests 1 --input-tokens 20 --client warm-up=0 -o {tmp_path / 'run'}"
-    with served("--ttft-ms 1", tmp_path / "sent.jsonl") as url, pytest.raises(SystemExit) as end:
+    with run_test_server("--ttft-ms 1", tmp_path / "sent.jsonl") as url, pytest.raises(SystemExit) as end:
         cli.main([*words.split(), "--client", "processes=1", "--url", url])
     assert not end.value.code
     (record,) = read_records(tmp_path / "run")

@@ -109,7 +109,7 @@ def test_error_event_in_a_stream_raises_request_error(event: bytes, fault: Fault
 
 def test_huge_numbers_of_a_stream_are_printed() -> None:
     """Python refuses to convert integers of more than 4,300 digits to text."""
-    large = BadStream(fault=Fault.USAGE, field="completion_tokens", value=10**30, limit=32, asked=24)
+    large = BadStream(fault=Fault.USAGE, field="completion_tokens", value=10**30, limit=32, requested=24)
     assert format_bad_stream(large) == (
         "usage.completion_tokens is about 10^30, which is not between 0 and 32 for a request of 24 tokens"
     )

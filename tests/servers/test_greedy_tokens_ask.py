@@ -18,7 +18,7 @@ ASKED = ("--prompts", "3", "--length", "9", "--new-tokens", "2")
 
 
 def run(*words: object) -> int:
-    return command.run(command.parse_arguments(list(map(str, words))))
+    return command.run_command(command.parse_arguments(list(map(str, words))))
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_answers_over_http_equal_those_of_the_engine(
         f'name = "fake"\ncommand = "{server}"\n[layout]\ndcp = "--dcp {{dcp}}"\n[env]\nPYTHONPATH = "{ROOT}"\n'
     )
     monkeypatch.chdir(tmp_path)
-    asked = ("ask", "--engine", "fake.toml", "--model", folder, *ASKED, "--tp", 2, "--dcp", 2)
-    assert run(*asked, "-o", tmp_path / "fake.json") == 0
+    sent = ("ask", "--engine", "fake.toml", "--model", folder, *ASKED, "--tp", 2, "--dcp", 2)
+    assert run(*sent, "-o", tmp_path / "fake.json") == 0
     one, other = read_answers([tmp_path / "own.json", tmp_path / "fake.json"])
     assert other == msgspec.structs.replace(one, name="fake tp2·dcp2")

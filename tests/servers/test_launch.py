@@ -381,7 +381,7 @@ DP_FILE = 'name = "vllm"\ncommand = "vllm serve {model} --port {port}"\n[layout]
 
 
 @pytest.mark.parametrize(
-    ("content", "arguments", "dp", "asked", "ep"),
+    ("content", "arguments", "dp", "requested", "ep"),
     [
         (DP_FILE, None, 2, None, "1"),
         (DP_FILE, None, 1, None, "unknown"),
@@ -395,16 +395,16 @@ DP_FILE = 'name = "vllm"\ncommand = "vllm serve {model} --port {port}"\n[layout]
     ],
 )
 def test_expert_parallel_degree_with_dp_attention_depends_on_engine_flags(
-    content: str, arguments: str | None, dp: int, asked: str | None, ep: str, tmp_path: Path
+    content: str, arguments: str | None, dp: int, requested: str | None, ep: str, tmp_path: Path
 ) -> None:
     """`server` and `verify --engine` have the same default, for a preset and for an engine file of the same name."""
     (tmp_path / "engine.toml").write_text(content)
     engine = resolve_engine(str(tmp_path / "engine.toml"), None, arguments)
-    assert choose_ep(engine, dp, asked) == ep
-    grid = Grid(model="m", layouts=[Layout(tp=2, dp=dp)], ep=asked or "unknown")
+    assert choose_ep(engine, dp, requested) == ep
+    grid = Grid(model="m", layouts=[Layout(tp=2, dp=dp)], ep=requested or "unknown")
     (setting,) = list_all_settings([engine], grid, [])
     assert setting.point.ep == ep
-    given: dict[str, object] = {"tp": 2, "dp": dp} | ({} if asked is None else {"ep": asked})
+    given: dict[str, object] = {"tp": 2, "dp": dp} | ({} if requested is None else {"ep": requested})
     assert _add_default_ep(engine, given).get("ep", "unknown") == ep
 
 
@@ -521,14 +521,14 @@ def test_guard_is_run_by_path_and_reads_its_command_from_a_pipe(monkeypatch: pyt
     monkeypatch.setattr(process_group.os, "setpgid", lambda *_: None)
     monkeypatch.setattr(process_group.os, "execvp", begin)
     monkeypatch.setattr(process_group.os, "dup2", lambda *_: None)
-    asked = json.dumps({"command": ["serve", "--port", "1"], "secrets": [], "placeholder": ""})
-    monkeypatch.setattr(sys, "stdin", io.StringIO(asked))
+    requested = json.dumps({"command": ["serve", "--port", "1"], "secrets": [], "placeholder": ""})
+    monkeypatch.setattr(sys, "stdin", io.StringIO(requested))
     monkeypatch.setattr(sys, "argv", ["process_group.py", str(os.getppid()), "2.5"])
     with pytest.raises(RuntimeError) as began:
         runpy.run_path(process_group.__file__, run_name="__main__")
     assert began.value.args == ("serve", ["serve", "--port", "1"])
     sys.argv[1] = "-1"
-    monkeypatch.setattr(sys, "stdin", io.StringIO(asked))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(requested))
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(process_group.__file__, run_name="__main__")
     assert ended.value.code == 1

@@ -137,12 +137,12 @@ def test_lengths_that_differ_by_more_than_5_percent_are_flagged(prompt: int, tok
     def request(number: int, length: int, output: int) -> ServeRequest:
         return ServeRequest(number=number, prompt=np.zeros(length, np.int32), output_tokens=output, arrival_s=0.0)
 
-    asked = [request(0, 100, 20), request(1, 100, 20)]
+    requested = [request(0, 100, 20), request(1, 100, 20)]
     samples = [
         Sample(request(0, prompt, tokens), 0.0, token_s=[1.0] * tokens),
         Sample(request(1, 500, 20), 0.0, token_s=[1.0]),
     ]
-    assert _has_other_lengths(samples, asked) is nominal
+    assert _has_other_lengths(samples, requested) is nominal
 
 
 def test_load_cancelled_before_its_start_has_zero_duration() -> None:
@@ -193,18 +193,18 @@ def test_error_quotes_the_last_refused_trial_request() -> None:
 
     class Refuses:
         target = Target.from_url("http://127.0.0.1:9")
-        asked = 0
+        requests = 0
 
         async def send_request(self, *_: object) -> None:
-            self.asked += 1
-            raise RequestError("HTTP 400", f"HTTP 400: number {self.asked}", status=400)
+            self.requests += 1
+            raise RequestError("HTTP 400", f"HTTP 400: number {self.requests}", status=400)
 
     client = Refuses()
     with pytest.raises(WorkerError) as error:
         asyncio.run(find_prompt_format(client, "fake", "completions"))  # type: ignore[arg-type]
-    assert client.asked > 4
+    assert client.requests > 4
     assert str(error.value) == (
-        f"http://127.0.0.1:9 accepts no request to /v1/completions; the last one failed: HTTP 400: number {client.asked - 1}"
+        f"http://127.0.0.1:9 accepts no request to /v1/completions; the last one failed: HTTP 400: number {client.requests - 1}"
     )
 
 
@@ -356,13 +356,15 @@ def test_number_of_words_follows_the_fitted_token_count() -> None:
     assert words(np.arange(100)) != words(np.arange(1, 101))
 
 
-@pytest.mark.parametrize(("ended", "asked", "counted"), [(True, 20, 3), (False, 20, 20), (False, 3, 4), (False, 2, 4)])
-def test_output_length_of_a_cut_off_request_exceeds_its_tokens(ended: bool, asked: int, counted: int) -> None:
+@pytest.mark.parametrize(
+    ("ended", "requested", "counted"), [(True, 20, 3), (False, 20, 20), (False, 3, 4), (False, 2, 4)]
+)
+def test_output_length_of_a_cut_off_request_exceeds_its_tokens(ended: bool, requested: int, counted: int) -> None:
     """Three tokens arrived; only a finished request has an output length of three."""
-    request = ServeRequest(number=0, prompt=np.arange(5), output_tokens=asked)
+    request = ServeRequest(number=0, prompt=np.arange(5), output_tokens=requested)
     sent = SimpleNamespace(run=SimpleNamespace(start_s=10.0), requests=[request])
     answer = SimpleNamespace(chunk_s=[11.0, 12.0, 13.0], list_chunk_tokens=lambda: [1, 1, 1], tokens=[], usage=None)
-    outcome = Outcome(Call(0, b"", asked), 10.5, answer=answer, ended=ended)  # type: ignore[arg-type]
+    outcome = Outcome(Call(0, b"", requested), 10.5, answer=answer, ended=ended)  # type: ignore[arg-type]
     sample = measure._make_sample(outcome, sent, together=False)  # type: ignore[arg-type]
     assert (sample.request.output_tokens, sample.token_s) == (counted, [1.0, 2.0, 3.0])
 

@@ -17,7 +17,7 @@ from dcpbench.records.runs import read_run
 from dcpbench.servers import measure
 from dcpbench.servers.profile import find_waits
 from tests.unit.program_traces import Program
-from tools.client_accuracy import served
+from tools.client_accuracy import run_test_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ def scanned(
         (folder / "of-yesterday.json").write_text("{}")
         if enabled:
             monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", str(folder))
-        with served(flags, tmp_path / "log") as url, pytest.raises(SystemExit) as end:
+        with run_test_server(flags, tmp_path / "log") as url, pytest.raises(SystemExit) as end:
             cli.main(["syncs", "serve", "--url", url, "--traces", str(folder), "--num-requests", "2", *words])
         return int(end.value.code or 0), *capsys.readouterr()
 
@@ -61,7 +61,7 @@ def test_trace_folder_is_created_with_its_parents(
 ) -> None:
     folder = tmp_path / "made" / "traces"
     monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", str(folder))
-    with served(f"--trace {TRACE}", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
+    with run_test_server(f"--trace {TRACE}", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
         cli.main(["syncs", "serve", "--url", url, "--traces", str(folder), "--num-requests", "2"])
     assert end.value.code == 1, capsys.readouterr().err
     assert list(folder.glob("*.json*"))
@@ -152,7 +152,7 @@ def test_served_point_has_the_waits_of_its_server(
         "--output-tokens",
         "4",
     ]
-    with served(f"--trace {TRACE}", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
+    with run_test_server(f"--trace {TRACE}", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
         cli.main(["server", "--url", url, *load, "--traces", str(folder), "-o", str(tmp_path / "run")])
     assert not end.value.code, capsys.readouterr().err
     (record,) = read_run(tmp_path / "run").records
@@ -182,7 +182,7 @@ def test_point_of_a_server_without_profiler_keeps_its_times(tmp_path: Path, caps
         "--output-tokens",
         "4",
     ]
-    with served("", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
+    with run_test_server("", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
         cli.main(["server", "--url", url, *load, "--traces", str(tmp_path), "-o", str(tmp_path / "run")])
     err = capsys.readouterr().err
     assert not end.value.code
@@ -216,7 +216,7 @@ def test_interrupt_after_the_last_request_keeps_the_point(
         "--output-tokens",
         "4",
     ]
-    with served(f"--trace {TRACE}", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
+    with run_test_server(f"--trace {TRACE}", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
         cli.main(["server", "--url", url, *load, "--traces", str(tmp_path / "t"), "-o", str(tmp_path / "run")])
     assert end.value.code == 130
     assert "The point is kept, without its profile." in capsys.readouterr().err

@@ -202,4 +202,6 @@ def test_usage_beyond_the_request_is_a_failed_request(address: str) -> None:
     found = measure(f"{address}/usage_wrong")
     errors = [o.error for o in found.outcomes]
     assert all(isinstance(error, RequestError) and error.bad is not None for error in errors)
-    assert {(e.bad.field, e.bad.value, e.bad.asked) for e in errors if e and e.bad} == {("completion_tokens", 48, 24)}
+    assert {(e.bad.field, e.bad.value, e.bad.requested) for e in errors if e and e.bad} == {
+        ("completion_tokens", 48, 24)
+    }

@@ -227,11 +227,11 @@ class TestSessions:
         spec = read(tmp_path, SESSIONS)
         sent, run = send(spec)
         outcomes = {o.call.number: o for o in run.outcomes}
-        asked = {o.call.number: s.body["prompt"] for o, s in zip(run.outcomes, sent, strict=True)}
-        assert [len(asked[number]) for number in range(5)] == [40, 53, 64, 30, 37]
+        prompts = {o.call.number: s.body["prompt"] for o, s in zip(run.outcomes, sent, strict=True)}
+        assert [len(prompts[number]) for number in range(5)] == [40, 53, 64, 30, 37]
         for before, after in ((0, 1), (1, 2), (3, 4)):
-            whole = [*asked[before], *outcomes[before].answer.tokens]
-            assert asked[after][: len(whole)] == whole
+            whole = [*prompts[before], *outcomes[before].answer.tokens]
+            assert prompts[after][: len(whole)] == whole
         starts = [outcomes[number].submitted_s - run.start_s for number in range(5)]
         assert (starts[0], starts[3]) == (pytest.approx(0.0, abs=1e-9), pytest.approx(0.05, abs=1e-9))
         for before, after, delay in ((0, 1, 0.12), (1, 2, 0.03)):
@@ -273,18 +273,18 @@ class TestAgents:
         spec = self.spec()
         sent, run = send(spec, clients=2)
         plain = {r.number: r for r in make_requests(get_load(spec), 10_000)}
-        asked = {o.call.number: s.body["prompt"] for o, s in zip(run.outcomes, sent, strict=True)}
+        prompts = {o.call.number: s.body["prompt"] for o, s in zip(run.outcomes, sent, strict=True)}
         answers = {o.call.number: o.answer.tokens for o in run.outcomes}
-        assert sorted(asked) == list(range(24))
+        assert sorted(prompts) == list(range(24))
         branches = [r for r in plain.values() if r.turn and r.parent != r.number - 1]
         assert branches
         for number, request in plain.items():
-            assert len(asked[number]) == request.prompt_tokens
+            assert len(prompts[number]) == request.prompt_tokens
             if request.turn:
-                whole = [*asked[request.parent], *answers[request.parent]]
-                assert asked[number][: len(whole)] == whole
-                assert len(asked[number]) == len(whole) + 5
-        firsts = [asked[number] for number in plain if not plain[number].turn]
+                whole = [*prompts[request.parent], *answers[request.parent]]
+                assert prompts[number][: len(whole)] == whole
+                assert len(prompts[number]) == len(whole) + 5
+        firsts = [prompts[number] for number in plain if not plain[number].turn]
         assert {len(first) for first in firsts} == {100}
         assert {count_common(firsts[0], first) for first in firsts[1:]} == {90}
 

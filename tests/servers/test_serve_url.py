@@ -19,7 +19,7 @@ from dcpbench.servers.client import Target
 from dcpbench.servers.draft_counters import DraftCounters, summarize_drafts
 from dcpbench.servers.measure import make_candidates
 from dcpbench.serving.samples import read_samples
-from tools.client_accuracy import QUICK, check, served, truth
+from tools.client_accuracy import QUICK, compare_metrics, read_server_log, run_test_server
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +53,7 @@ def dcpbench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str,
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Measure 60 requests of 20 clients, with a key in the environment."""
     found = Ran(tmp_path_factory.mktemp("served"))
-    with pytest.MonkeyPatch.context() as patch, served(QUICK[0].server, found.log) as url:
+    with pytest.MonkeyPatch.context() as patch, run_test_server(QUICK[0].server, found.log) as url:
         patch.setenv("OPENAI_API_KEY", "sk-never-recorded")
         words = f"server --url {url} --device cpu --tp 8 --dcp 8 --num-requests {REQUESTS} --input-tokens 100"
         with pytest.raises(SystemExit) as end:
@@ -68,7 +68,7 @@ def test_measured_itl_and_rates_agree_with_the_server_log(ran: Ran) -> None:
     rows = read_samples(ran.folder / ran.record.serve.samples_file)
     found = {
         metric: (true, measured)
-        for metric, true, measured, _ in check(QUICK[0], ran.record, truth(ran.log, REQUESTS), rows)
+        for metric, true, measured, _ in compare_metrics(QUICK[0], ran.record, read_server_log(ran.log, REQUESTS), rows)
     }
     for metric in ("ITL p50 ms", "output tok/s"):
         true, measured = found[metric]
@@ -122,7 +122,7 @@ def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capt
     """Every fourth request is answered with 500, and the others keep their times."""
     faults = ["", "", "", *["", "", "", "500"] * 6]  # the first three are trial requests
     (tmp_path / "scripts").write_text("".join(json.dumps({"fault": fault}) + "\n" for fault in faults))
-    with served(f"--gap-ms 1 --script {tmp_path / 'scripts'}", tmp_path / "log") as url:
+    with run_test_server(f"--gap-ms 1 --script {tmp_path / 'scripts'}", tmp_path / "log") as url:
         code, _, _ = dcpbench(
             capsys,
             *("server", "--url", url, "--device", "cpu", "--num-requests", "24", "--concurrency", "4"),
@@ -199,7 +199,7 @@ def test_sglang_without_metrics_gives_a_hint_with_the_flag(tmp_path: Path, capsy
     """The hint is in the terminal and in the record; the KV capacity is known nevertheless."""
     words = ["--device", "cpu", "--num-requests", "4", "--concurrency", "2", "--input-tokens", "20"]
     words += ["--output-tokens", "4", "-o", str(tmp_path / "run")]
-    with served("--engine sglang --no-offer-metrics", tmp_path / "log") as url:
+    with run_test_server("--engine sglang --no-offer-metrics", tmp_path / "log") as url:
         code, _, err = dcpbench(capsys, "server", "--url", url, *words)
     assert code == 0
     assert "start it with --enable-metrics." in err
@@ -215,7 +215,7 @@ def serve_drafts(flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """Measure six answers of 13 tokens in chunks of 3, 3, 3, 3 and 1; the server verifies three drafts per step."""
     words = ["--device", "cpu", "--num-requests", "6", "--concurrency", "2", "--input-tokens", "20"]
     words += ["--output-tokens", "13", "--client", "warm-up=2", "-o", str(tmp_path / "run")]
-    with served(f"--burst 3 --gap-ms 4 --draft-tokens 3 {flags}", tmp_path / "log") as url:
+    with run_test_server(f"--burst 3 --gap-ms 4 --draft-tokens 3 {flags}", tmp_path / "log") as url:
         code, _, err = dcpbench(capsys, "server", "--url", url, *words)
     assert code == 0, err
     (record,) = read_run(tmp_path / "run").records
@@ -277,7 +277,7 @@ def test_tokens_per_step_are_unknown_after_a_restart_or_invalid_counters(
 
 def test_dry_run_prints_the_plan_without_sending_a_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The server gets only the requests for its model and version."""
-    with served("", tmp_path / "log") as url:
+    with run_test_server("", tmp_path / "log") as url:
         code, out, _ = dcpbench(
             capsys,
             "server",
@@ -294,7 +294,7 @@ def test_dry_run_prints_the_plan_without_sending_a_load(tmp_path: Path, capsys: 
         )
     assert code == 0
     assert [point["concurrency"] for point in json.loads(out)] == [1, 2]
-    assert not truth(tmp_path / "log", 9)
+    assert not read_server_log(tmp_path / "log", 9)
 
 
 @pytest.mark.parametrize(("longest", "refused"), [(None, False), (30, False), (29, True)])
@@ -339,7 +339,7 @@ def test_headers_and_body_fields_are_sent_and_header_values_are_redacted(
         "--extra-body",
         '{"priority": 3}',
     ]
-    with pytest.MonkeyPatch.context() as patch, served(f"--api-key {secret}", tmp_path / "log") as url:
+    with pytest.MonkeyPatch.context() as patch, run_test_server(f"--api-key {secret}", tmp_path / "log") as url:
         patch.setattr("sys.argv", ["dcpbench", "server", "--url", url, *words])
         code, out, err = dcpbench(capsys, "server", "--url", url, *words)
     assert code == 0, err

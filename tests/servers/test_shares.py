@@ -26,7 +26,7 @@ from dcpbench.servers.prompt_format import ANSWER_IDS, PromptFormat
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import read_samples
 from tests.servers.fake_server import Model, Running, Script
-from tools.client_accuracy import served
+from tools.client_accuracy import run_test_server
 
 MANNER = PromptFormat(endpoint="completions", model="fake", extras=ANSWER_IDS, vocab=1000)
 NOWHERE = Target.from_url("http://127.0.0.1:9")
@@ -241,7 +241,7 @@ def test_dead_process_raises_worker_error() -> None:
 
 def test_record_has_the_number_of_client_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = "--device cpu --num-requests 12 --concurrency 6 --input-tokens 20 --output-tokens 8"
-    with served("--gap-ms 10", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
+    with run_test_server("--gap-ms 10", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
         cli.main(["server", "--url", url, *load.split(), "--client", "processes=2", "-o", str(tmp_path / "run")])
     assert not end.value.code, capsys.readouterr().err
     (record,) = read_run(tmp_path / "run").records
@@ -279,7 +279,7 @@ def in_session(leader: int) -> list[int]:
 @pytest.mark.long
 def test_no_process_outlives_the_command(number: int, wait_s: float, tmp_path: Path) -> None:
     """The command ends in the middle of a load, and before it begins."""
-    with served("--gap-ms 200", tmp_path / "log") as url:
+    with run_test_server("--gap-ms 200", tmp_path / "log") as url:
         words = (
             f"server --url {url} --device cpu --num-requests 40 --concurrency 4 --input-tokens 20 --output-tokens 50"
         )

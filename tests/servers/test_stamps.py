@@ -108,10 +108,10 @@ def test_realtime_priority_is_reset_after_the_load() -> None:
 @pytest.mark.parametrize("lets", [True, False])
 def test_realtime_priority_applies_to_this_thread_only(monkeypatch: pytest.MonkeyPatch, lets: bool) -> None:
     """Process id 0 is the calling thread, forks have normal priority, and the previous policy is restored."""
-    asked: list[tuple[int, int]] = []
+    requested: list[tuple[int, int]] = []
 
     def schedule(pid: int, policy: int, _: object) -> None:
-        asked.append((pid, policy))
+        requested.append((pid, policy))
         if not lets:
             raise PermissionError
 
@@ -120,4 +120,4 @@ def test_realtime_priority_applies_to_this_thread_only(monkeypatch: pytest.Monke
     with set_realtime_priority() as allowed:
         assert allowed is lets
     first = (0, os.SCHED_RR | os.SCHED_RESET_ON_FORK)
-    assert asked == ([first, (0, before)] if lets else [first])
+    assert requested == ([first, (0, before)] if lets else [first])

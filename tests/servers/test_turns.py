@@ -71,16 +71,16 @@ def test_prompt_of_ids_starts_with_all_previous_turns(token_ids: bool) -> None:
     """Answers are the server's if it returns their ids, or else generated ones of the same length."""
     server, run = sent("completions", 1, script=Script(token_ids=token_ids))
     assert (len(run.outcomes), run.requests) == (9, 9)
-    asked = {o.call.number: s.body["prompt"] for o, s in zip(run.outcomes, server.sent, strict=True)}
+    prompts = {o.call.number: s.body["prompt"] for o, s in zip(run.outcomes, server.sent, strict=True)}
     requests = make_requests(LOAD, server.model.vocab)
     answers = {o.call.number: o.answer.tokens for o in run.outcomes}
     for before, after in itertools.pairwise(requests):
-        assert len(asked[after.number]) == len(after.prompt)
+        assert len(prompts[after.number]) == len(after.prompt)
         if after.turn:
             answer = answers[before.number] if token_ids else before.answer.tolist()
-            whole = [*asked[before.number], *answer]
-            assert asked[after.number][: len(whole)] == whole
-            assert len(asked[after.number]) == len(whole) + 5
+            whole = [*prompts[before.number], *answer]
+            assert prompts[after.number][: len(whole)] == whole
+            assert len(prompts[after.number]) == len(whole) + 5
 
 
 def test_chat_has_the_answers_of_the_server_as_messages() -> None:
@@ -133,10 +133,10 @@ def test_sub_agents_share_the_prompt_and_the_answer_of_their_turn() -> None:
     """The server reads the same tokens, with its own answer, followed by 5 tokens of each sub-agent."""
     server, run = sent("completions", 1, load=AGENTS)
     answers = {o.call.number: o.answer.tokens for o in run.outcomes}
-    asked = {n: s.body["prompt"] for n, s in zip(_match_numbers(server, run), server.sent, strict=True)}
+    prompt_by_number = {n: s.body["prompt"] for n, s in zip(_match_numbers(server, run), server.sent, strict=True)}
     for turn in (0, 4, 9, 13):
-        shared = [*asked[turn], *answers[turn]]
-        prompts = [asked[n] for n in range(turn + 1, turn + 5)]  # of the sub-agents and of the next turn
+        shared = [*prompt_by_number[turn], *answers[turn]]
+        prompts = [prompt_by_number[n] for n in range(turn + 1, turn + 5)]  # of the sub-agents and of the next turn
         assert all(prompt[: len(shared)] == shared for prompt in prompts)
         assert [len(prompt) - len(shared) for prompt in prompts] == [5] * 4
         assert len({tuple(prompt) for prompt in prompts}) == 4

@@ -142,7 +142,7 @@ def test_report_has_the_chosen_candidate_and_its_lead(tmp_path):
     assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
     read = dataframes.load_frames([record_builder.write(tmp_path, [record, record_builder.ok(record_builder.point())])])
     table = record_tables.build_choice_table(read)
-    assert table.columns[-6:] == ["layout", "asked for", "chosen", "others", "µs per layer", "next slower by"]
+    assert table.columns[-6:] == ["layout", "requested", "chosen", "others", "µs per layer", "next slower by"]
     (row,) = table.rows
     assert row[-6:] == [
         "tp4·dcp4",

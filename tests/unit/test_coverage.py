@@ -27,7 +27,9 @@ def find_row(table: str, name: str) -> list[str]:
 
 
 def test_committed_page_equals_the_generated_page() -> None:
-    assert PAGE.read_text(encoding="utf-8") == coverage.render(), "run `python -m tools.coverage -o docs/coverage.md`"
+    assert PAGE.read_text(encoding="utf-8") == coverage.format_page(), (
+        "run `python -m tools.coverage -o docs/coverage.md`"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.title)
@@ -44,7 +46,7 @@ def test_every_declared_family_has_a_row_in_both_tables(family: Family) -> None:
 def test_new_family_changes_the_generated_page(monkeypatch: pytest.MonkeyPatch) -> None:
     new = dataclasses.replace(deepseek_v3.FAMILY, title="Another", model_type="another")
     monkeypatch.setattr(coverage, "FAMILIES", (*FAMILIES, new))
-    assert PAGE.read_text(encoding="utf-8") != coverage.render()
+    assert PAGE.read_text(encoding="utf-8") != coverage.format_page()
 
 
 def test_letters_state_the_supported_uses_of_a_layout() -> None:
@@ -53,7 +55,7 @@ def test_letters_state_the_supported_uses_of_a_layout() -> None:
     assert coverage.list_letters("deepseek-v3", v3) == "LREPS"
     assert coverage.list_letters("deepseek-v3", v3 | {"weights_dtype": "nvfp4"}) == "P"
     assert coverage.list_letters("llama-3.1-70b", {"tp": 8, "dcp": 2}) == ""
-    assert coverage.find_best([], coverage.WHOLE_MODEL) == coverage.UNKNOWN
-    assert coverage.find_best(["llama-3.1-70b"], [{"tp": 8, "dcp": 2}]) == coverage.NONE
+    assert coverage.list_best_letters([], coverage.WHOLE_MODEL) == coverage.UNKNOWN
+    assert coverage.list_best_letters(["llama-3.1-70b"], [{"tp": 8, "dcp": 2}]) == coverage.NONE
     assert not coverage.is_planned("deepseek-v3", served=True, tp=8, dcp=1, concurrency=8, policy="vllm")
     assert coverage.is_planned("deepseek-v3", served=True, tp=8, dcp=1, concurrency=8, policy="vllm", mode="replay")

@@ -44,7 +44,7 @@ def test_expert_parallel_experts_are_judged_together_with_their_wait() -> None:
     found = check.compare(then, now)
     assert found["phases"].keys() == {"experts", "attention", "mlp_reduce"}
     assert found["phases"]["experts"] == pytest.approx(14_500 / 14_200)
-    lines, held = check.told([found])
+    lines, held = check.judge_rows([found])
     assert not held, "there is no exchange to judge"
     assert lines[0] == "phases without calls: 100% of 2 within 5%; not: none"
 
@@ -54,6 +54,6 @@ def test_nine_of_ten_points_must_be_within_the_limit(wrong: int, holds: bool) ->
     then = make_step(Layout(4, 1, 4), attention=1000, moe=9000, q_gather=100, merge=300)
     late = make_step(Layout(4, 1, 4), attention=1000, moe=9000, q_gather=160, merge=300)
     rows = [check.compare(then, late if i < wrong else then) for i in range(10)]
-    lines, held = check.told(rows)
+    lines, held = check.judge_rows(rows)
     assert held is holds
     assert lines[1].startswith(f"exchange: {10 - wrong}0% of 10 within 10%; not: kimi-k2 tp4·dcp4 ag_rs ")

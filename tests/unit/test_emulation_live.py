@@ -37,7 +37,9 @@ def test_tensor_and_expert_parallel_experts_are_separate_rows() -> None:
     """
     live = [make_step("1", 20), make_step("tp", 25)]
     emulated = [make_step("tp", 26.5, "h200"), make_step("1", 19.1, "h200")]
-    *_, tensor_parallel, expert_parallel, _, summary = emulation_live.table(emulation_live.pairs(live, emulated))
+    *_, tensor_parallel, expert_parallel, _, summary = emulation_live.format_table(
+        emulation_live.pair_points(live, emulated)
+    )
     assert tensor_parallel == "| kimi-k2 tp2 bf16/bf16, 8 × 4,000 | 20.00 | 19.10 | -4.5% |  |  |"
     assert expert_parallel == "| kimi-k2 tp2 ep2 bf16/bf16, 8 × 4,000 | 25.00 | 26.50 | +6.0% |  |  |"
     assert summary == "1 of 2 within 5%, off by -4.5% to +6.0%."
@@ -45,8 +47,8 @@ def test_tensor_and_expert_parallel_experts_are_separate_rows() -> None:
 
 def test_name_of_attention_dp_layout_has_expert_parallel_degree() -> None:
     expert_parallel, tensor_parallel = (point(Layout(2, 2), ep) for ep in ("tp", "1"))
-    assert "tp2·dp2·ep2 bf16/bf16" in emulation_live.name(expert_parallel)
-    assert "tp2·dp2·ep1 bf16/bf16" in emulation_live.name(tensor_parallel)
+    assert "tp2·dp2·ep2 bf16/bf16" in emulation_live.format_point(expert_parallel)
+    assert "tp2·dp2·ep1 bf16/bf16" in emulation_live.format_point(tensor_parallel)
 
 
 def with_gaps(record: Record, gap_us: float, kernels: int = 2000) -> Record:
@@ -61,7 +63,7 @@ def test_steps_with_unequal_kernel_gaps_are_counted_separately() -> None:
     """0.3 to 0.1 µs between 2,000 kernels are 2 % of a step of 20 ms; 0.30 to 0.35 are 0.5 %."""
     live = [with_gaps(make_step("1", 20), 0.3), with_gaps(make_step("tp", 25), 0.3)]
     emulated = [with_gaps(make_step("1", 18.8, "h200"), 0.1), with_gaps(make_step("tp", 24.9, "h200"), 0.35)]
-    *_, equal, apart = emulation_live.table(emulation_live.pairs(live, emulated))
+    *_, equal, apart = emulation_live.format_table(emulation_live.pair_points(live, emulated))
     assert equal == "1 of 1 within 5%, off by -0.4% to -0.4%."
     assert apart == (
         "With gaps between kernels that differ by more than 1% of a step (-2.0% to -2.0%): 0 of 1 within 5%, off by -6.0% to -6.0%."
@@ -82,7 +84,9 @@ def test_published_step_forecasts_have_the_documented_errors(
     forecasts = [FOUR / "emulated" / model for model in ("deepseek-v3", "kimi-k2")]
     found = [
         emulation_live.Pair(*both)
-        for both in emulation_live.pairs(emulation_live.measured(live), emulation_live.measured(forecasts))
+        for both in emulation_live.pair_points(
+            emulation_live.read_measured(live), emulation_live.read_measured(forecasts)
+        )
     ]
     plain = [row for row in found if row.live.point.dcp == row.live.point.dp == 1]
     others = [row for row in found if row not in plain]
@@ -108,9 +112,10 @@ def test_forecast_of_plain_tp_is_not_too_short_with_equal_gaps() -> None:
     """The runs are in bf16, measured with processes that begin with two streams: tp4 is as far off as the others."""
     published = PUBLISHED / "emulation_H200/emulated_4xH200_2026-11-26"
     live, forecasts = (
-        emulation_live.measured(sorted(folder.iterdir())) for folder in (published / "bf16", published / "emulated")
+        emulation_live.read_measured(sorted(folder.iterdir()))
+        for folder in (published / "bf16", published / "emulated")
     )
-    found = [emulation_live.Pair(*both) for both in emulation_live.pairs(live, forecasts)]
+    found = [emulation_live.Pair(*both) for both in emulation_live.pair_points(live, forecasts)]
     plain = [row.error for row in found if row.live.point.dcp == row.live.point.dp == 1]
     others = [row.error for row in found if row.error not in plain]
     assert (len(plain), len(others)) == (8, 40)

@@ -45,13 +45,13 @@ def test_the_model_is_that_of_deepseek_v3_with_eight_layers(tmp_path: Path) -> N
     ("load", "number"),
     [("--input-tokens 16000 --output-tokens uniform:100-200", 2), ("--context 4000,16000,32000,128000", 8)],
 )
-def test_a_load_is_asked_as_a_user_types_it(
+def test_query_for_a_load_is_that_of_a_command_line(
     load: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Query] = []
+    queries: list[Query] = []
 
     def note(query: Query, *_: object) -> None:
-        asked.append(query)
+        queries.append(query)
         raise UsageError("enough")
 
     records = [r for engine in RUNS for found in engine_loads.read_pairs(RESULTS, engine).values() for r in found]
@@ -59,7 +59,7 @@ def test_a_load_is_asked_as_a_user_types_it(
     monkeypatch.setattr(advise, "choose_layouts", note)
     with pytest.raises(SystemExit):
         main(["recommend", "--model", str(tmp_path), *COMMAND.split(), *load.split(), "--json"])
-    (typed,) = asked
+    (typed,) = queries
     assert dataclasses.replace(typed, loads=()) == dataclasses.replace(query, loads=())
     assert len(typed.loads) == number
     assert all(load in query.loads for load in typed.loads)
@@ -81,7 +81,7 @@ def test_loads_are_paired_within_a_group_of_runs() -> None:
     assert engine_loads.measure_scatter(RESULTS, "dcpbench") is None
 
 
-def test_at_least_ten_loads_of_real_engines_are_asked(scores: list[Score]) -> None:
+def test_at_least_ten_loads_of_real_engines_are_scored(scores: list[Score]) -> None:
     names = [score.name for score in scores]
     assert names == ["vLLM 0.26.0", "SGLang 0.5.17", "dcpbench"]
     real = scores[:2]

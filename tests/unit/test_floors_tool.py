@@ -45,7 +45,7 @@ def make_bench(name: str, *floors_us: float, variant: str = "triton", **sizes: o
 def test_attention_floor_is_61_bench_calls():
     record = make_record_with_floors(Layout(1))
     each = record.floor.phase_floor_us["attention"] / 61
-    (found,) = tool.compared(
+    (found,) = tool.compare_record(
         record, [make_bench("attention", each, heads=128, requests=8, context=4000, lengths="even")]
     )
     assert found.floor_us == pytest.approx(found.bench_floor_us)
@@ -61,7 +61,7 @@ def test_expert_floor_is_58_pairs_of_bench_calls():
     *_, gate_up, down = [w for phase, _, w in iter_phase_works(sharding, step) if phase == "moe"]
     each = [work.memory_bytes / RATES.read_bytes_s * 1e6 for work in (gate_up, down)]
     sizes = {"experts": 256, "top_k": 8, "hidden": 7168, "width": 2048, "requests": 8, "rows": "uniform"}
-    (found,) = tool.compared(record, [make_bench("moe", *each, **sizes)])
+    (found,) = tool.compare_record(record, [make_bench("moe", *each, **sizes)])
     assert found.floor_us == pytest.approx(found.bench_floor_us)
     assert str(found).startswith("moe")
 
@@ -73,7 +73,7 @@ def test_exchange_and_all_reduce_are_compared_per_layer():
         "exchange", (us["q_gather"] + us["merge"]) / 61, heads=128, requests=8, ranks=4, value=512, q="gathered"
     )
     total = make_bench("collectives", us["attn_reduce"] / 61, variant="all-reduce", requests=8, width=7168, ranks=4)
-    assert [(c.operator, c.agrees) for c in tool.compared(record, [exchange, total])] == [
+    assert [(c.operator, c.agrees) for c in tool.compare_record(record, [exchange, total])] == [
         ("exchange", True),
         ("collectives", True),
     ]
@@ -94,6 +94,6 @@ def test_bench_more_than_5_percent_off_differs_and_exits_with_1(tmp_path, capsys
 def test_other_sizes_are_not_compared_and_no_comparison_exits_with_1(tmp_path, capsys):
     record = make_record_with_floors(Layout(1))
     record_of_bench = make_bench("attention", 1.0, heads=64, requests=8, context=4000, lengths="even")
-    assert list(tool.compared(record, [record_of_bench])) == []
+    assert list(tool.compare_record(record, [record_of_bench])) == []
     assert tool.main([str(build.write(tmp_path / "run", [record])), str(tmp_path)]) == 1
     assert "Nothing to compare" in capsys.readouterr().out

@@ -5,13 +5,13 @@ import sys
 import pytest
 
 from tools import graph_gaps
-from tools.graph_gaps import Found
+from tools.graph_gaps import Result
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--ways", "kept,most"], "there are no ways most; --ways takes kept, freed"),
+        (["--ways", "kept,most"], "there is no way most; --ways takes kept, freed"),
         (["--nodes", "0"], "--graphs and --nodes must be at least 1"),
     ],
 )
@@ -26,7 +26,7 @@ def test_invalid_options_are_refused(
 
 
 def test_table_has_one_line_per_way_with_graphs_in_order() -> None:
-    """A line has the gaps of all graphs as captured, and then of those that live."""
-    found = Found(way="freed", device="NVIDIA H200", nodes=2300, first_us=[1.52, 1.524, 1.8], again_us=[1.8])
-    line = list(graph_gaps.table([found]))[-1]
-    assert line == "| `freed`: each is dropped before the next | 2,300 | 1.52, 1.52, 1.80 | 1.80 |"
+    """A line has the gaps of all graphs as captured, and then of those that still exist."""
+    found = Result(way="freed", device="NVIDIA H200", nodes=2300, first_us=[1.52, 1.524, 1.8], again_us=[1.8])
+    line = list(graph_gaps.format_table([found]))[-1]
+    assert line == "| `freed`: each is freed before the next | 2,300 | 1.52, 1.52, 1.80 | 1.80 |"

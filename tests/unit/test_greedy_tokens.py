@@ -197,7 +197,7 @@ def test_engines_with_the_same_name_are_distinguished_by_their_files(tmp_path: P
 
 
 def run(*words: object) -> int:
-    return command.run(command.parse_arguments(list(map(str, words))))
+    return command.run_command(command.parse_arguments(list(map(str, words))))
 
 
 def test_command_prints_a_table_of_pairs_and_exits_with_the_verdicts_code(
@@ -273,5 +273,5 @@ def test_special_token_without_text_is_identified_by_its_id() -> None:
     tops = {"": -0.5, " t8": -1.0}
     answer = Answer(tokens=["1"], names=[""], logprobs=[-0.5], tops=[tops])
     assert list_positions(answer) == [Position(1, {1: -0.5, 8: -1.0})]
-    with pytest.raises(WorkerError, match="answered '', which is no word"):
+    with pytest.raises(WorkerError, match="answered '', which is not one of t0"):
         list_positions(msgspec.structs.replace(answer, tokens=[""]))

@@ -97,7 +97,7 @@ class TestPublished:
 
     def test_documents_have_the_computed_bands_and_coverage(self) -> None:
         text = (DOCS / "recommend.md").read_text(encoding="utf-8") + (DOCS / "emulation.md").read_text(encoding="utf-8")
-        for line in filter(None, latency_check.table(list(PUBLISHED))):
+        for line in filter(None, latency_check.format_table(list(PUBLISHED))):
             assert line in text, line
 
     def test_bands_of_other_machines_contain_all_forecasts_of_one_host(self) -> None:

@@ -158,7 +158,7 @@ def test_first_rank_that_ended_without_a_request_is_the_cause(
     """Exits are (rank, exit code, time). An error counts if its rank ended first, and a rank may end with 0 after all
     points are done.
     """
-    records = [Exit(rank=rank, code=code, asked=False, at=at) for rank, code, at in exits]
+    records = [Exit(rank=rank, code=code, terminated=False, at=at) for rank, code, at in exits]
     found = launcher.find_first_gone(failures, records, finished=finished)
     assert (found and found.rank) == blamed
 
@@ -179,7 +179,7 @@ def test_exit_code_is_formatted_with_the_name_of_its_signal(code: int, text: str
 
 def test_rank_ended_by_torchrun_is_not_the_cause() -> None:
     """Signal 15 to rank 0 came from torchrun, as rank 1 had ended."""
-    exits = [Exit(rank=0, code=-15, asked=True, at=1.0), Exit(rank=1, code=7, asked=False, at=2.0)]
+    exits = [Exit(rank=0, code=-15, terminated=True, at=1.0), Exit(rank=1, code=7, terminated=False, at=2.0)]
     found = launcher.find_first_gone([], exits, finished=False)
     assert found == exits[1]
 
@@ -539,7 +539,7 @@ def test_capture_of_a_hang_has_logs_heartbeats_and_stacks(tmp_path: Path) -> Non
         ranks=range(2),
         find_pids=lambda: {0: os.getpid()},
         collect_stacks=lambda: {"0": "Thread 1\n", "1": ""},
-        read_exits=lambda: [Exit(rank=1, code=3, asked=False, at=1.0)],
+        read_exits=lambda: [Exit(rank=1, code=3, terminated=False, at=1.0)],
     )
     folder, stacks = hang_capture.capture_hang(ranks)  # type: ignore[arg-type]
     assert (folder, stacks) == (tmp_path / "hangs" / "tp2-0-0", {"0": "Thread 1\n", "1": ""})

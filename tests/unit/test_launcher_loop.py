@@ -97,10 +97,10 @@ class Scripted(Running):
         error = Failure(rank=rank, key=key, kind=kind, message=message, traceback=f"in {kind}", **disk)
         (self.folder / f"error-{rank}.json").write_bytes(msgspec.json.encode(error))
 
-    def write_exit(self, rank: int, code: int, *, asked: bool = False, at: float = 1.0) -> None:
+    def write_exit(self, rank: int, code: int, *, terminated: bool = False, at: float = 1.0) -> None:
         """Write the exit of a rank."""
         (self.logs / f"rank-{rank}.exit").write_bytes(
-            msgspec.json.encode(Exit(rank=rank, code=code, asked=asked, at=at))
+            msgspec.json.encode(Exit(rank=rank, code=code, terminated=terminated, at=at))
         )
 
 
@@ -441,7 +441,7 @@ def test_first_failed_rank_of_torchrun_is_the_cause_and_its_point_is_retried(
         job.agent_log.write_text(ROOT_CAUSE.format(code))
         if has_error:
             job.write_error(0, "RuntimeError", "Connection closed by peer", A)
-        job.write_exit(0, -15, asked=True)
+        job.write_exit(0, -15, terminated=True)
         return 1
 
     first, second = launched([A], script, measure_job(A), retries=1)

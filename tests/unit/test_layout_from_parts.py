@@ -115,7 +115,10 @@ def get_measured(step: Composition) -> dict[str, tuple[float, str]]:
 @pytest.mark.parametrize(("divide", "tp"), [(8, 1), (4, 2), (2, 4)])
 def test_rank_of_a_divided_folder_has_the_sizes_of_a_rank_of_tp8(divide: int, tp: int, tmp_path: Path) -> None:
     """128 / 8 heads, experts 2,048 / 8 and dense layers 18,432 / 8 wide, 129,280 / 8 words; all else is whole."""
-    assert command.run(command.parse_arguments(["model", str(tmp_path), "--divide", str(divide), "--tp", str(tp)])) == 0
+    assert (
+        command.run_command(command.parse_arguments(["model", str(tmp_path), "--divide", str(divide), "--tp", str(tp)]))
+        == 0
+    )
     shape = load_shape(str(tmp_path))
     assert [n // tp for n in (shape.heads, shape.moe_inter, shape.dense_inter, shape.vocab)] == [16, 256, 2304, 16160]
     whole = ("hidden", "q_lora", "latent", "experts", "top_k", "shared_experts", "groups", "top_groups", "published")
@@ -128,14 +131,14 @@ def test_rank_of_a_divided_folder_has_the_sizes_of_a_rank_of_tp8(divide: int, tp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--divide", "3"], "128, which 6 ranks do not divide; with --tp 2 these can be: --divide 1, 2, 4, 8"),
+        (["--divide", "3"], "128, which 6 ranks do not divide; with --tp 2 use --divide 1, 2, 4, 8"),
         (["--divide", "16", "--tp", "2"], "64 wide on one of 32 ranks, which is no multiple of the fp8 block of 128"),
         (["--divide", "2", "--layers", "62"], "deepseek-v3 has 61 layers"),
     ],
 )
 def test_division_that_vllm_cannot_run_is_refused(options: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
-        command.run(command.parse_arguments(["model", str(tmp_path / "folder"), *options]))
+        command.run_command(command.parse_arguments(["model", str(tmp_path / "folder"), *options]))
     assert not (tmp_path / "folder").exists()
 
 
@@ -274,13 +277,13 @@ def test_dummy_weights_skewed_routing_other_models_and_unprofiled_steps_are_not_
 
 def test_command_prints_steps_with_their_band_and_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["compose", *map(str, make_runs(tmp_path)), "--concurrency", "8"]
-    assert command.run(command.parse_arguments([*words, "--json"])) == 0
+    assert command.run_command(command.parse_arguments([*words, "--json"])) == 0
     found = json.loads(capsys.readouterr().out)
     assert [step["target"]["dcp"] for step in found["steps"]] == [1, 8]
     for step in found["steps"]:
         assert step["us"] == pytest.approx(sum(part["us"] for part in step["parts"]))
     assert found["band"] == pytest.approx(max(abs(check["error"]) for check in found["checks"]))
-    assert command.run(command.parse_arguments(words)) == 0
+    assert command.run_command(command.parse_arguments(words)) == 0
     text = capsys.readouterr().out
     low, high = (found["steps"][0]["us"] / 1e3 * factor for factor in (1 / (1 + found["band"]), 1 + found["band"]))
     assert f"({low:.2f}–{high:.2f} by the check" in text
@@ -292,7 +295,7 @@ def test_forecast_without_a_check_has_no_band_and_exit_code_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [str(run) for run in make_runs(tmp_path) if run.name != "half"]
-    assert command.run(command.parse_arguments(["compose", *runs, "--concurrency", "8"])) == 3
+    assert command.run_command(command.parse_arguments(["compose", *runs, "--concurrency", "8"])) == 3
     text = capsys.readouterr().out
     assert "No band" in text
     assert "`model FOLDER --divide 2 --tp 1`" in text
@@ -300,7 +303,7 @@ def test_forecast_without_a_check_has_no_band_and_exit_code_3(
 
 def test_context_that_ranks_cannot_share_equally_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="use --context 32000"):
-        command.run(command.parse_arguments(["compose", *map(str, make_runs(tmp_path)), "--context", "32001"]))
+        command.run_command(command.parse_arguments(["compose", *map(str, make_runs(tmp_path)), "--context", "32001"]))
 
 
 def test_error_of_a_check_has_the_sign_of_the_difference() -> None:

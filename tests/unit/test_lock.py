@@ -16,11 +16,11 @@ TEXT = lock.LOCK.read_text(encoding="utf-8")
 
 def test_lock_satisfies_project_and_constraints() -> None:
     """If this fails, `make lock` writes it again."""
-    assert lock.problems(TEXT, lock.wanted(), lock.constraints()) == []
+    assert lock.find_problems(TEXT, lock.read_requirements(), lock.read_constraints()) == []
 
 
 def test_lock_has_the_torch_entry_of_make_lock() -> None:
-    assert lock.torch_entry() in TEXT
+    assert lock.format_torch_entry() in TEXT
 
 
 def test_lock_contains_no_package_index_or_url() -> None:
@@ -30,7 +30,7 @@ def test_lock_contains_no_package_index_or_url() -> None:
 
 def test_requirements_of_locked_packages_are_locked() -> None:
     """Otherwise pip fails in CI. Requirements are read from packages installed here in the version of the lock."""
-    pins = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin, _ in lock.locked(TEXT)}
+    pins = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin, _ in lock.parse_lock(TEXT)}
     missing = []
     for dist in importlib.metadata.distributions():
         name = canonicalize_name(dist.metadata["Name"])
@@ -60,4 +60,4 @@ def test_requirements_of_locked_packages_are_locked() -> None:
 def test_problems_of_an_outdated_lock_are_named(text: str, problem: str) -> None:
     """The project requires a>=1 and b>=2, and pins b at 2.0."""
     requirements, pinned = [Requirement("a>=1"), Requirement("b>=2")], [Requirement("b==2.0")]
-    assert problem in lock.problems(text, requirements, pinned)
+    assert problem in lock.find_problems(text, requirements, pinned)

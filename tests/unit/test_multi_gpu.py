@@ -14,7 +14,7 @@ from tests.unit.test_published_checkpoints import V3
 from tools.multi_gpu import __main__ as tool
 from tools.multi_gpu import running
 from tools.multi_gpu.engine_parts import OURS, EnginePlan
-from tools.multi_gpu.parts import Command, Part, Plan, rehearsed
+from tools.multi_gpu.parts import Command, Part, Plan, make_rehearsal
 from tools.multi_gpu.running import CUT, DONE, FAILED, SKIPPED, Runner
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ MACHINES = {2: "H100", 4: "H200", 8: "H200"}
 
 def list_commands(gpus: int, folder: Path) -> list[Command]:
     """Return all commands of a machine with this number of GPUs."""
-    return [command for part in Plan(gpus, folder, MACHINES[gpus]).parts() for command in part.commands]
+    return [command for part in Plan(gpus, folder, MACHINES[gpus]).list_parts() for command in part.commands]
 
 
 def make_part(code: str, *, minutes: float = 1.0) -> Part:
@@ -42,9 +42,9 @@ def test_every_sweep_and_serve_command_is_accepted_by_a_dry_run(
     shutil.copy(CALIBRATED, tmp_path / "comm" / "machine.toml")
     monkeypatch.chdir(tmp_path)
     for command in list_commands(gpus, tmp_path):
-        if command.words[0] in ("sweep", "serve") and "--step-times" not in command.words:
-            code = _run_dcpbench([*command.words, "--dry-run", "--gpu", f"{MACHINES[gpus]},count={gpus}"])
-            assert code == 0, f"{command.said()}\n{capsys.readouterr().err}"
+        if command.arguments[0] in ("sweep", "serve") and "--step-times" not in command.arguments:
+            code = _run_dcpbench([*command.arguments, "--dry-run", "--gpu", f"{MACHINES[gpus]},count={gpus}"])
+            assert code == 0, f"{command.format_command_line()}\n{capsys.readouterr().err}"
 
 
 @pytest.fixture
@@ -65,16 +65,16 @@ def engines(tmp_path: Path) -> Path:
 def test_every_engine_comparison_is_accepted_by_a_dry_run(
     gpus: int, engines: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parts = EnginePlan(gpus, engines / "run", engines, engines / "model", 4).parts()
+    parts = EnginePlan(gpus, engines / "run", engines, engines / "model", 4).list_parts()
     commands = [command for part in parts for command in part.commands]
-    assert len({command.words[command.words.index("-o") + 1] for command in commands}) == len(commands)
+    assert len({command.arguments[command.arguments.index("-o") + 1] for command in commands}) == len(commands)
     for command in commands:
         code = _run_dcpbench(
-            [*command.words, "--dry-run", *([] if command.name != OURS else ["--gpu", f"H200,count={gpus}"])]
+            [*command.arguments, "--dry-run", *([] if command.name != OURS else ["--gpu", f"H200,count={gpus}"])]
         )
         err = capsys.readouterr().err
-        assert code == 0, f"{command.said()}\n{err}"
-        assert "cannot run" not in err, f"{command.said()}\n{err}"
+        assert code == 0, f"{command.format_command_line()}\n{err}"
+        assert "cannot run" not in err, f"{command.format_command_line()}\n{err}"
 
 
 def test_first_engine_comparisons_take_at_most_25_minutes(engines: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +83,7 @@ def test_first_engine_comparisons_take_at_most_25_minutes(engines: Path, capsys:
     assert tool.main([*words, "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert f"--kv-cache-memory-bytes {1_000_000 * 576 * 2 * 4}" in printed
-    first = EnginePlan(4, engines / "run", engines, engines / "model", 4).parts()[:3]
+    first = EnginePlan(4, engines / "run", engines, engines / "model", 4).list_parts()[:3]
     assert sum(part.minutes for part in first) < 25
 
 
@@ -116,10 +116,10 @@ def _run_dcpbench(words: list[str]) -> int:
 @pytest.mark.parametrize("gpus", MACHINES)
 def test_no_two_commands_share_a_folder(gpus: int, tmp_path: Path) -> None:
     """Names of parts and of the commands in a part are unique."""
-    parts = Plan(gpus, tmp_path, MACHINES[gpus]).parts()
+    parts = Plan(gpus, tmp_path, MACHINES[gpus]).list_parts()
     names = [f"{part.name}/{command.name}" for part in parts for command in part.commands]
     assert len(set(names)) == len(names)
-    outputs = [c.words[c.words.index("-o") + 1] for p in parts for c in p.commands if "-o" in c.words]
+    outputs = [c.arguments[c.arguments.index("-o") + 1] for p in parts for c in p.commands if "-o" in c.arguments]
     assert len(set(outputs)) == len(outputs)
 
 
@@ -132,7 +132,7 @@ def test_dry_run_prints_every_command_with_its_minutes(
     assert tool.main(["-o", str(folder), "--gpus", str(gpus), "--gpu", MACHINES[gpus], "--dry-run"]) == 0
     printed = capsys.readouterr().out
     for command in list_commands(gpus, folder):
-        assert f"{command.minutes:5.1f}  {command.said()}" in printed
+        assert f"{command.minutes:5.1f}  {command.format_command_line()}" in printed
     assert not folder.exists()
 
 
@@ -172,8 +172,8 @@ def test_command_is_skipped_near_the_deadline_with_a_message(
 
 def test_command_at_the_deadline_is_ended_and_can_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted command does not count as a failed attempt."""
-    monkeypatch.setattr(running, "MOST", 1e-4)
-    monkeypatch.setattr(running, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(running, "MAX_FACTOR", 1e-4)
+    monkeypatch.setattr(running, "MIN_SHARE", 0.0)
     Runner(tmp_path, 5.0).run([make_part("import time; time.sleep(1000)")])
     ran = Runner(tmp_path, 5.0).state["part/one"]
     assert (ran.what, ran.attempts, ran.cut) == (CUT, 0, 1)
@@ -209,11 +209,11 @@ def test_command_that_cannot_start_stops_the_other_commands(tmp_path: Path, monk
     """A folder that cannot be written ends the run, and no command keeps running."""
     started = []
 
-    def one(_runner: Runner, key: str, *_rest: object) -> None:
+    def run_one(_runner: Runner, key: str, *_rest: object) -> None:
         started.append(key)
         raise PermissionError(key)
 
-    monkeypatch.setattr(Runner, "one", one)
+    monkeypatch.setattr(Runner, "run_one", run_one)
     commands = [Command("timeit", ("pass",), 1.0, name, only_one=True) for name in "abcd"]
     with pytest.raises(PermissionError):
         Runner(tmp_path, 5.0, ["0"]).run([Part("part", "what", tuple(commands))])
@@ -239,7 +239,7 @@ def test_command_without_its_input_files_does_not_count_as_an_attempt(tmp_path: 
 )
 def test_only_visible_gpus_are_used(visible: str, found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert tool.devices(2) == found
+    assert tool.list_devices(2) == found
 
 
 def test_pattern_is_expanded_when_a_command_runs(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_pattern_is_expanded_when_a_command_runs(tmp_path: Path) -> None:
     (tmp_path / "v3-dcp4.json").touch()
     (tmp_path / "v3-dcp1.json").touch()
     existing, missing = f"{tmp_path}/*-dcp4*.json", f"{tmp_path}/*-dcp8*.json"
-    assert running.argv(Command("dcpbench", ("serve", existing, missing), 1.0, "one"))[-2:] == [
+    assert running.list_arguments(Command("dcpbench", ("serve", existing, missing), 1.0, "one"))[-2:] == [
         str(tmp_path / "v3-dcp4.json"),
         missing,
     ]
@@ -255,16 +255,16 @@ def test_pattern_is_expanded_when_a_command_runs(tmp_path: Path) -> None:
 
 def test_gpu_tests_include_every_file_with_the_mark(tmp_path: Path) -> None:
     """One file has the mark on a function and one on the whole file; a third file has none."""
-    (command,) = next(part for part in Plan(2, tmp_path, "H100").parts() if part.name == "tests").commands
-    assert {"tests/kernels/test_peers.py", "tests/unit/test_syncs_live_gpu.py"} <= set(command.words)
-    assert "tests/unit/test_layout.py" not in command.words
+    (command,) = next(part for part in Plan(2, tmp_path, "H100").list_parts() if part.name == "tests").commands
+    assert {"tests/kernels/test_peers.py", "tests/unit/test_syncs_live_gpu.py"} <= set(command.arguments)
+    assert "tests/unit/test_layout.py" not in command.arguments
 
 
 @pytest.mark.parametrize("gpus", MACHINES)
 def test_rehearsal_needs_no_gpu(gpus: int, tmp_path: Path) -> None:
     """Every command of a rehearsal uses the CPU and the tiny model, if it has a model."""
-    for command in filter(None, (rehearsed(c, MACHINES[gpus]) for c in list_commands(gpus, tmp_path))):
-        words = shlex.join(command.words)
+    for command in filter(None, (make_rehearsal(c, MACHINES[gpus]) for c in list_commands(gpus, tmp_path))):
+        words = shlex.join(command.arguments)
         if command.program == "dcpbench":
             assert "--device cpu" in words
         without_times = re.sub(r"--step-times \S+", "", words.replace("'", ""))

@@ -38,7 +38,7 @@ def test_limit_is_judged_only_on_its_gpu_and_load(
     record = step(TP2, ms, **(V3_STEP | {"concurrency": requests}))
     record = msgspec.structs.replace(record, environment=msgspec.structs.replace(build.GPU, device=device))
     build.write(tmp_path / "steps" / "fp8", [record])
-    (line,) = report.bars(tmp_path)
+    (line,) = report.format_step_limits(tmp_path)
     assert f": {verdict}" in line
 
 
@@ -53,10 +53,10 @@ def test_gain_of_dcp_compares_the_best_with_and_without(tmp_path: Path) -> None:
             step(DCP2, 60.0, context=128000),
         ],
     )
-    rows = report.pays(tmp_path)[2:]
+    rows = report.format_dcp_gains(tmp_path)[2:]
     assert len(rows) == 2
     assert "tp2·dcp2 symm | tp2 | 1.250 |" in rows[0]
-    assert "| no room |  |" in rows[1]
+    assert "| does not fit |  |" in rows[1]
 
 
 def test_emulated_steps_are_compared_with_those_of_the_grid(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_emulated_steps_are_compared_with_those_of_the_grid(tmp_path: Path) -> N
     build.write(tmp_path / "emulated" / "v3", [step(DCP2, 41.0, emulate="H200")])
     (tmp_path / "emulated" / "k2").mkdir()
     (tmp_path / "emulated" / "v3.log").write_text("$ dcpbench sweep\n")
-    text = report.emulated(tmp_path)
+    text = report.format_emulated(tmp_path)
     assert "| 40.00 | 41.00 | +2.5% |" in text[2]
     assert text[-1] == "1 of 1 within 5%, off by +2.5% to +2.5%."
 
@@ -82,7 +82,7 @@ def test_replay_is_compared_with_the_live_run_of_its_rate(tmp_path: Path) -> Non
     """Replay has 4 % more output than live at 2 requests/s, and 8 % at 4, above the limit of 5 %."""
     build.write(tmp_path / "served" / "live-open", [served(2.0, "live", 1.0), served(4.0, "live", 2.0)])
     build.write(tmp_path / "replays" / "replay-open", [served(2.0, "replay", 1.04), served(4.0, "replay", 2.16)])
-    rows = [row for row in report.served(tmp_path) if "| replay |" in row]
+    rows = [row for row in report.format_served(tmp_path) if "| replay |" in row]
     assert [row.split("|")[1].rpartition(", ")[2].strip() for row in rows] == ["2 requests/s", "4 requests/s"]
     assert "(+4.0%)" in rows[0]
     assert rows[0].endswith("| within 5% |")
@@ -100,7 +100,7 @@ def test_load_is_compared_only_with_its_own_replay(tmp_path: Path) -> None:
     )
     build.write(tmp_path / "live" / "dcp", small)
     build.write(tmp_path / "seed" / "deepseek-v3", large)
-    rows = report.served(tmp_path)[2:]
+    rows = report.format_served(tmp_path)[2:]
     assert [row.split(" × ")[0].removeprefix("| ") for row in rows] == ["96", "96", "480", "480"]
 
 
@@ -109,20 +109,20 @@ def test_point_of_two_grids_is_one_forecast(tmp_path: Path) -> None:
     for part in ("grid", "experts"):
         build.write(tmp_path / part / "v3", [step(DCP2, 40.0)])
     build.write(tmp_path / "emulated" / "v3", [step(DCP2, 41.0, emulate="H200")])
-    assert report.emulated(tmp_path)[-1] == "1 of 1 within 5%, off by +2.5% to +2.5%."
+    assert report.format_emulated(tmp_path)[-1] == "1 of 1 within 5%, off by +2.5% to +2.5%."
 
 
 def test_passes_over_the_same_load_are_in_one_line(tmp_path: Path) -> None:
     """40 and 41 ms differ by 2.5 %."""
     build.write(tmp_path / "again" / "v3", [step(TP2, 40.0), step(TP2, 41.0, repeat=1)])
-    (line,) = report.passes(tmp_path)
-    assert line.endswith("40.00, 41.00 ms, apart by 2.5%")
+    (line,) = report.format_passes(tmp_path)
+    assert line.endswith("40.00, 41.00 ms, differ by 2.5%")
 
 
 def test_report_of_a_rehearsal_has_no_times(tmp_path: Path) -> None:
     """Only points are counted."""
     build.write(tmp_path / "grid" / "one", [build.on_cpu(build.point(TP2))])
-    text = report.written(tmp_path, [], {}, "a rehearsal")
+    text = report.format_report(tmp_path, [], {}, "a rehearsal")
     assert "- grid: ok, 1 points" in text
     assert "## Decode" not in text
 
@@ -137,7 +137,7 @@ def test_failures_are_listed_except_impossible_degrees(tmp_path: Path) -> None:
             Record(point=msgspec.structs.replace(point, dp=2), outcome="rejected", reason="does not divide"),
         ],
     )
-    (line,) = report.failures(tmp_path)
+    (line,) = report.format_failures(tmp_path)
     assert line.endswith("rejected: no room")
 
 
@@ -147,7 +147,7 @@ def test_labels_contain_expert_placement_and_all_reduce(tmp_path: Path) -> None:
         tmp_path / "experts" / "v3",
         [step(TP2, 50.0, ep="1"), step(TP2, 51.0, ep="tp"), step(TP2, 49.0, ep="1", all_reduce="symm")],
     )
-    labels = [row.split(" | ")[0] for row in report.decode(tmp_path)[2:]]
+    labels = [row.split(" | ")[0] for row in report.format_decode(tmp_path)[2:]]
     assert [label.removeprefix("| kimi-k2 ").removesuffix(", bfloat16/bfloat16") for label in labels] == [
         "tp2",
         "tp2 ep2",

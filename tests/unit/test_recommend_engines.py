@@ -73,7 +73,7 @@ def test_step_times_of_a_server_are_replayed_with_its_policy(model: str) -> None
     assert (found.source, found.engine, found.basis) == ("replayed", "vLLM 0.26.0", "vllm.json")
     assert found.origin == "replayed, vLLM 0.26.0"
     assert notes == [
-        "vllm.json: the precision of the server's weights and KV cache is unknown; it is taken to be as asked."
+        "vllm.json: the precision of the server's weights and KV cache is unknown; it is taken to be as requested."
     ]
     assert (
         answer_formats.describe_engines([found])

@@ -557,8 +557,8 @@ class TestInstances:
 
     def test_disaggregated_point_has_a_baseline_of_as_many_usual_instances(self) -> None:
         """The points with and without DCP have such a baseline."""
-        asked = {"mode": "replay", "tp": 4, "disaggregate": "1:2", "transfer_gb_s": 50}
-        found = grid.expand_grid(make_serve_spec(asked, CPU), CPU)
+        point = {"mode": "replay", "tp": 4, "disaggregate": "1:2", "transfer_gb_s": 50}
+        found = grid.expand_grid(make_serve_spec(point, CPU), CPU)
         assert {(c.point.layout_name, c.added) for c in found} == {
             ("tp4·dcp4 1P2D", False),
             ("tp4 1P2D", True),

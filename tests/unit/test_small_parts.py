@@ -125,8 +125,8 @@ class TestDefaults:
     @pytest.mark.parametrize(("dp", "dcp", "baseline"), [(1, 4, (1, 1)), (2, 2, (2, 1)), (4, 1, (1, 1))])
     def test_baseline_has_no_dcp_and_its_own_baseline_no_dp(self, dp: int, dcp: int, baseline: tuple[int, int]) -> None:
         options = {"tp": (4,), "dp": (dp,), "dcp": (dcp,), "baseline": True}
-        asked = spec.make_spec(options, GPU)
-        point = next(c.point for c in grid.expand_grid(asked, GPU) if (c.point.dp, c.point.dcp) == (dp, dcp))
+        sweep = spec.make_spec(options, GPU)
+        point = next(c.point for c in grid.expand_grid(sweep, GPU) if (c.point.dp, c.point.dcp) == (dp, dcp))
         found = grid._make_baseline(point)
         assert (found.dp, found.dcp, found.exchange) == (*baseline, "none")
 

@@ -39,10 +39,10 @@ def test_drawn_drafts_follow_the_stated_probabilities():
 
 
 def test_drawn_drafts_do_not_depend_on_the_order_of_requests():
-    asked = [(request, step) for request in range(8) for step in range(8)]
-    forward = {one: THREE.count_accepted(3, *one) for one in asked}
-    assert {one: THREE.count_accepted(3, *one) for one in reversed(asked)} == forward
-    assert {one: THREE.count_accepted(4, *one) for one in asked} != forward
+    requests = [(request, step) for request in range(8) for step in range(8)]
+    forward = {one: THREE.count_accepted(3, *one) for one in requests}
+    assert {one: THREE.count_accepted(3, *one) for one in reversed(requests)} == forward
+    assert {one: THREE.count_accepted(4, *one) for one in requests} != forward
 
 
 def test_drafts_with_probability_one_and_zero():

@@ -21,7 +21,7 @@ from dcpbench.commands.submit import remove_options
 from dcpbench.errors import UsageError
 from dcpbench.launch.jobs import SECRET
 from dcpbench.submit import k8s, slurm
-from dcpbench.submit.asked import JobSpec
+from dcpbench.submit.submission import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

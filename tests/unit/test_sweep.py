@@ -393,7 +393,7 @@ def test_context_that_a_rejection_names_is_accepted() -> None:
 )
 def test_grid_with_more_points_than_the_maximum_is_refused_before_expansion(options: dict[str, object]) -> None:
     """The 499 × 499 = 249,001 points are more than 100,000; a billion would not fit in memory."""
-    with pytest.raises(UsageError, match="points are asked for, more than the 100,000 that a run can have"):
+    with pytest.raises(UsageError, match="points are requested, more than the 100,000 that a run can have"):
         expand(**{"concurrency": 8, **options})
 
 

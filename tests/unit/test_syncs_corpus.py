@@ -15,9 +15,17 @@ from dcpbench.syncs.scan import scan_traces
 from tools.syncs import checks
 from tools.syncs.corpus.debug_mode import emulate_debug_mode
 from tools.syncs.corpus.inputs import make_inputs
-from tools.syncs.corpus.measure import _debug_mode, attribute, seen_in
+from tools.syncs.corpus.measure import _run_debug_mode, attribute, read_trace_findings
 from tools.syncs.corpus.programs import PROGRAMS
-from tools.syncs.corpus.score import CorpusRun, Seen, Truth, contradictions, format_programs, markdown, score
+from tools.syncs.corpus.score import (
+    CorpusRun,
+    Seen,
+    Truth,
+    find_contradictions,
+    format_programs,
+    format_runs,
+    score_detectors,
+)
 from tools.syncs.corpus.vllm_check import Reports, load_check
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +99,7 @@ class TestRecordedTraces:
         """There are 94 waits, also without `cuda_sync`, as no program waits in a library. A read on a separate thread
         has no operator in a trace, and is reported as a copy.
         """
-        seen = seen_in(trace)
+        seen = read_trace_findings(trace)
         found = {name: (sorted(s.syncs), sorted(s.hazards)) for name, s in seen.items()}
         expected = {p.name: (sorted(r.id for r in p.expected), sorted(r.id for r in p.hazards)) for p in PROGRAMS}
         expected["in_a_thread"] = (["SYNC003"], [])
@@ -133,19 +141,19 @@ class TestPublishedRecord:
         assert [p.name for p in run.programs] == [p.name for p in PROGRAMS]
         assert [p.expected for p in run.programs] == [[r.id for r in p.expected] for p in PROGRAMS]
         assert all(p.held_up_ms is not None for p in run.programs)
-        assert contradictions(run) == []
+        assert find_contradictions(run) == []
 
     def test_recorded_detectors_meet_their_documented_recall(self) -> None:
         run = load_record()
-        assert checks.failed(run) == []
-        recall = {s.detector: (s.found, s.false) for s in score(run)}
+        assert checks.find_failures(run) == []
+        recall = {s.detector: (s.found, s.false) for s in score_detectors(run)}
         assert recall["live"] == (93, 0), "one of 94 is cudaFree in empty_cache, which is no synchronisation of torch"
         assert recall["dry run"] == (94, 0)
 
     def test_table_in_the_docs_equals_the_records(self) -> None:
         page = (ROOT / "docs" / "syncs-detectors.md").read_text()
         hint = "write it again: python -m tools.syncs corpus RECORD VLLM_RECORD"
-        assert markdown([load_record(), load_vllm_record()]).strip() in page, hint
+        assert format_runs([load_record(), load_vllm_record()]).strip() in page, hint
 
     def test_table_of_programs_equals_the_records(self) -> None:
         table = RECORD.parents[2] / "who-finds-what.md"
@@ -159,7 +167,9 @@ class TestRecordOfVllmCheck:
     def test_vllm_check_finds_as_many_waits_on_an_h200_as_in_a_dry_run(self) -> None:
         """A dry run on a CPU found 62 and 89 of 94 waits with warnings, in 51 and 52 of 57 programs."""
         found = {
-            s.detector: (s.found, s.programs_found) for s in score(load_vllm_record()) if s.detector.startswith("vLLM")
+            s.detector: (s.found, s.programs_found)
+            for s in score_detectors(load_vllm_record())
+            if s.detector.startswith("vLLM")
         }
         assert found["vLLM 0.26.0, warn"] == (62, 51)
         assert found["vLLM 0.33.0, warn"] == (89, 52)
@@ -167,7 +177,7 @@ class TestRecordOfVllmCheck:
     def test_emulated_debug_mode_finds_as_many_waits_as_on_an_h200(self) -> None:
         """The debug mode finds 88 of 94 waits, in each program as many as on the GPU."""
         with emulate_debug_mode():
-            emulated = {p.name: len(_debug_mode(p, torch.device("cuda")).syncs) for p in PROGRAMS}
+            emulated = {p.name: len(_run_debug_mode(p, torch.device("cuda")).syncs) for p in PROGRAMS}
         measured = load_record().detectors["set_sync_debug_mode"]
         assert emulated == {name: len(seen.syncs) for name, seen in measured.items()}
         assert sum(emulated.values()) == 88
@@ -205,19 +215,19 @@ class TestScore:
             Truth(name="c"),
             Truth(name="d", expected=["X"]),
         )
-        (s,) = score(run)
+        (s,) = score_detectors(run)
         assert (s.true, s.found, s.false, s.named) == (5, 3, 1, 2)
         assert (s.recall, s.precision, s.programs, s.programs_found) == (0.6, 0.75, 3, 2)
         assert s.wrong == ["c (1 of 0)", "d"]
 
     def test_hazards_are_counted_separately(self) -> None:
-        (s,) = score(make_corpus_run({"a": Seen(hazards=["P"])}, Truth(name="a", hazards=["P", "P"])))
+        (s,) = score_detectors(make_corpus_run({"a": Seen(hazards=["P"])}, Truth(name="a", hazards=["P", "P"])))
         assert (s.true, s.found, s.false, s.hazards, s.hazards_found) == (0, 0, 0, 2, 1)
 
     @pytest.mark.parametrize(("held", "expected", "wrong"), [(1, [], 0), (19, ["X"], 0), (19, [], 1), (1, ["X"], 1)])
     def test_held_up_time_contradicts_missing_and_unexpected_waits(self, held, expected, wrong) -> None:
         run = make_corpus_run({}, Truth(name="a", expected=expected, held_up_ms=held), queued=20.0)
-        assert len(contradictions(run)) == wrong
+        assert len(find_contradictions(run)) == wrong
 
     def test_worse_scan_or_dry_run_fails_but_a_worse_debug_mode_does_not(self) -> None:
         """A scan must be perfect, and a dry run must find 95 % and report nothing false; torch's own mode has no
@@ -226,7 +236,7 @@ class TestScore:
         truth = [Truth(name="a", expected=["X"])]
         for detector, failures in [("scan, with cuda_sync, no stacks", 1), ("dry run", 1), ("set_sync_debug_mode", 0)]:
             run = CorpusRun(device="G", torch="2", programs=truth, detectors={detector: {"a": Seen()}})
-            assert len(checks.failed(run)) == failures
+            assert len(checks.find_failures(run)) == failures
 
     def test_program_table_has_a_row_per_program_with_all_detectors(self) -> None:
         run = make_corpus_run(
@@ -247,7 +257,7 @@ class TestScore:
         other.device, other.detectors["e"] = "H", {"a": Seen()}
         head, _, row = format_programs([same, other]).splitlines()
         assert (head, row) == ("| program | held up ms | waits | d; d (H) | e (H) |", "| a |  | 1 | 1 | 0 |")
-        text = markdown([same, make_corpus_run({}, Truth(name="b")), other])
+        text = format_runs([same, make_corpus_run({}, Truth(name="b")), other])
         assert text.count("programs wait") == 2, "one run has other programs"
         assert "| d | 1 | 0 | 1 | 0 | 1 |\n| d (H) | 1 | 0 | 0 | 0 | 1 |" in text, "one run found another kind"
 
@@ -334,20 +344,20 @@ class TestVllmCheck:
 class TestCommand:
     def test_missing_vllm_check_file_is_refused(self) -> None:
         with pytest.raises(checks.UsageError, match=r"0\.33\.0=gpu_sync_debug\.py"):
-            checks.corpus([], vllm_checks=["0.33.0=nowhere.py"], shown=checks.Shown())
+            checks.run_corpus([], vllm_checks=["0.33.0=nowhere.py"], output_options=checks.OutputOptions())
 
     def test_command_prints_an_existing_record(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert checks.corpus([RECORD], shown=checks.Shown()) == 0
+        assert checks.run_corpus([RECORD], output_options=checks.OutputOptions()) == 0
         assert "| live | 93 | 0 | 93 | 5 | 56 |" in capsys.readouterr().out
 
     def test_invalid_record_is_refused_with_a_command(self, tmp_path: Path) -> None:
         for text in ("{}", "nonsense", "[1]"):
             (tmp_path / "x.json").write_text(text)
             with pytest.raises(checks.UsageError, match=r"python -m tools\.syncs corpus --keep"):
-                checks.corpus([tmp_path / "x.json"], shown=checks.Shown())
+                checks.run_corpus([tmp_path / "x.json"], output_options=checks.OutputOptions())
 
     def test_json_output_is_a_valid_input(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         out = tmp_path / "all.json"
-        assert checks.corpus([RECORD], shown=checks.Shown(as_json=True, output=out)) == 0
-        assert checks.corpus([out, RECORD], shown=checks.Shown()) == 0
+        assert checks.run_corpus([RECORD], output_options=checks.OutputOptions(as_json=True, output=out)) == 0
+        assert checks.run_corpus([out, RECORD], output_options=checks.OutputOptions()) == 0
         assert capsys.readouterr().out.count("| dry run |") == 1, "the same run twice"

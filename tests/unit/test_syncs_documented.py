@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from tools.results import unpack
-from tools.syncs.operators.cases import cases, groups
+from tools.syncs.operators.cases import list_groups, make_cases
 from tools.syncs.operators.compare import Measurement, read_measurement
 from tools.syncs.operators.documentation import UNMEASURED, find_named
-from tools.syncs.operators.documented import DOCSTRING, SGLANG, VLLM, documented
+from tools.syncs.operators.documented import DOCSTRING, SGLANG, VLLM, list_documented
 from tools.syncs.operators.measure import RANGE, count_events
 from tools.syncs.operators.predict import predict
 from tools.syncs.operators.table import format_calls, format_operators, name_waits
@@ -44,11 +44,11 @@ DIFFERENT = {  # calls for which a dry run predicts what was not measured
 def test_documented_synchronising_functions_are_measured_or_have_a_reason() -> None:
     named = set(find_named())
     assert {"torch.nonzero", "torch.linalg.inv", "torch.cuda.Event.synchronize"} <= named
-    assert named - {case.api for case in documented().values()} - set(UNMEASURED) == set()
+    assert named - {case.api for case in list_documented().values()} - set(UNMEASURED) == set()
 
 
 def test_no_function_is_both_measured_and_left_out() -> None:
-    assert {case.api for case in documented().values()} & set(UNMEASURED) == set()
+    assert {case.api for case in list_documented().values()} & set(UNMEASURED) == set()
 
 
 def test_every_kind_of_site_in_engine_profiles_has_a_case() -> None:
@@ -59,12 +59,12 @@ def test_every_kind_of_site_in_engine_profiles_has_a_case() -> None:
         for site in json.loads(path.read_text())["sites"]
     }
     assert met == set(MET)
-    assert set(MET.values()) <= {case.named_by for case in documented().values()}
+    assert set(MET.values()) <= {case.named_by for case in list_documented().values()}
 
 
 def test_documented_calls_need_no_test_database_of_torch() -> None:
-    assert groups(["documented"]) == [f"documented:{name}" for name in documented()]
-    (case,) = cases("documented:torch.linalg.inv", "cpu")
+    assert list_groups(["documented"]) == [f"documented:{name}" for name in list_documented()]
+    (case,) = make_cases("documented:torch.linalg.inv", "cpu")
     assert case.run().shape == (8, 8)
 
 
@@ -90,7 +90,7 @@ def test_documented_calls_need_no_test_database_of_torch() -> None:
 )
 def test_dry_run_predicts_the_documented_waits(name: str, waits: bool) -> None:
     (call,) = predict(f"documented:{name}")["calls"]
-    assert documented()[name].named_by == DOCSTRING
+    assert list_documented()[name].named_by == DOCSTRING
     assert bool(call["waits"]) == waits
 
 
@@ -193,17 +193,17 @@ class TestPublishedRecord:
         assert (SYNCS / "documented-calls.md").read_text() == format_calls([load_record])
 
     def test_recorded_cases_are_complete_and_none_failed(self, load_record: Measurement) -> None:
-        assert {group["group"] for group in load_record.groups} == set(groups(["documented"]))
+        assert {group["group"] for group in load_record.groups} == set(list_groups(["documented"]))
         assert [group["failed"] for group in load_record.groups if group["failed"]] == []
 
     @pytest.mark.filterwarnings("ignore")  # of beta and deprecated functions
     def test_dry_run_predicts_all_waits_except_the_listed_ones(self, load_record: Measurement) -> None:
         measured = {
-            call["what"]: load_record.held_up(call)
+            call["what"]: load_record.is_held_up(call)
             for group in load_record.groups
             for call in group["calls"]
             if not call["leaf"]
         }
-        calls = {call["what"]: call for group in groups(["documented"]) for call in predict(group)["calls"]}
+        calls = {call["what"]: call for group in list_groups(["documented"]) for call in predict(group)["calls"]}
         assert set(measured) - set(calls) == REFUSED
         assert {name for name, call in calls.items() if bool(call["waits"]) != measured[name]} == DIFFERENT

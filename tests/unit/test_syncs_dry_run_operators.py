@@ -17,7 +17,7 @@ from dcpbench.syncs.gating.gate import Gate, compute_verdict
 from tools.results import unpack
 from tools.syncs.corpus.inputs import make_inputs
 from tools.syncs.corpus.programs import PROGRAMS
-from tools.syncs.operators.cases import _databases
+from tools.syncs.operators.cases import _load_databases
 from tools.syncs.operators.compare import read_measurement
 from tools.syncs.operators.predict import predict
 from tools.syncs.operators.table import format_operators
@@ -253,8 +253,8 @@ class TestAgainstTheMeasurement:
     def test_predicted_and_measured_cases_that_wait_are_equal(self, name: str) -> None:
         """The samples of these operators are the same in several versions of torch."""
         unpack(RESULTS)
-        measured = read_measurement(RECORDS[0]).cases()
-        infos, _ = _databases()
+        measured = read_measurement(RECORDS[0]).map_cases()
+        infos, _ = _load_databases()
         groups = [f"op:{n}" for n, info in enumerate(infos) if info.name == name]
         calls = [call for group in groups for call in predict(group)["calls"] if call["what"] in measured]
         assert any(call["waits"] for call in calls)

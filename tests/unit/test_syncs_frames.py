@@ -17,11 +17,11 @@ class Probe:
         self.names.append(find_call_name(sys._getframe(1)))
         return self
 
-    def _asked_by_syntax(self, *_: object) -> bool:
+    def _used_by_syntax(self, *_: object) -> bool:
         self.names.append(find_call_name(sys._getframe(1)))
         return True
 
-    __getitem__ = __setitem__ = __bool__ = __lt__ = _asked_by_syntax
+    __getitem__ = __setitem__ = __bool__ = __lt__ = _used_by_syntax
 
 
 @pytest.fixture

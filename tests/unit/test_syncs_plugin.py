@@ -93,7 +93,7 @@ class TestDryRun:
     def test_synchronisation_fails_the_test_and_shows_its_line(self, dry: PluginRun) -> None:
         dry.assert_failed_with(
             "test_a_sync",
-            "1 CUDA synchronisation where none may be, found by a dry run, as asked for:",
+            "1 CUDA synchronisation where none may be, found by a dry run, as requested:",
             "syncs_plugin_cases.py:16 in test_a_sync: A tensor's value is read into Python [[]SYNC001[]]*",
             ">    16 |     if lengths.sum() > 3:",
             "  why: *",
@@ -166,7 +166,7 @@ class TestDryRun:
 
     def test_checked_tests_are_counted(self, dry: PluginRun) -> None:
         """All tests count except the one after the dry run, which has no mark."""
-        words = f"cuda syncs: found by a dry run, as asked for, {len(dry.tests) - 1} tests"
+        words = f"cuda syncs: found by a dry run, as requested, {len(dry.tests) - 1} tests"
         assert words in dry.stdout.splitlines()
 
     @pytest.mark.long
@@ -233,7 +233,7 @@ class TestUsage:
     def test_single_checked_test_is_counted(self, run) -> None:
         source = "@pytest.mark.no_cuda_sync\ndef test_step(): ...\ndef test_other(): ...\n"
         result = run(source, "--cuda-sync-mode", "dry-run", "--collect-only")
-        result.stdout.fnmatch_lines(["cuda syncs: found by a dry run, as asked for, 1 test"])
+        result.stdout.fnmatch_lines(["cuda syncs: found by a dry run, as requested, 1 test"])
 
     def test_unknown_mode_error_lists_the_modes(self, run) -> None:
         result = run("", "--cuda-sync-mode", "wet")

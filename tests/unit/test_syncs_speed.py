@@ -14,7 +14,7 @@ from dcpbench.syncs.scan import scan_traces
 from tests.unit.nsys_builder import Export
 from tools.syncs import checks
 from tools.syncs.__main__ import main
-from tools.syncs.speed import measure, repeat_export, repeat_trace
+from tools.syncs.speed import measure_programs, repeat_export, repeat_trace
 
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "tests" / "data" / "h200_stacks.trace.json.gz"
@@ -69,7 +69,7 @@ def test_invalid_export_for_repetition_is_refused(content: bytes, tmp_path: Path
 def test_memory_per_event_of_an_export_is_small(tmp_path: Path) -> None:
     """Columns store about 50 bytes of an event, and a block of rows takes the same in both; 18 of 542 events are waits."""
     source = write_export(tmp_path)
-    small, large = (measure(source, size, runs=1) for size in (3_000_000, 9_000_000))
+    small, large = (measure_programs(source, size, runs=1) for size in (3_000_000, 9_000_000))
     assert [found.timings[0].found for found in (small, large)] == [18 * found.copies for found in (small, large)]
     grown = large.timings[0].peak_bytes - small.timings[0].peak_bytes
     assert grown / (large.events - small.events) < 400
@@ -77,7 +77,7 @@ def test_memory_per_event_of_an_export_is_small(tmp_path: Path) -> None:
 
 def test_scan_is_timed_in_a_separate_process(tmp_path: Path) -> None:
     """The result includes memory and findings, so that a fast wrong answer is detected."""
-    found = measure(H200, 500_000, runs=2, keep=tmp_path / "kept.json")
+    found = measure_programs(H200, 500_000, runs=2, keep=tmp_path / "kept.json")
     (timing,) = found.timings
     assert (timing.tool, timing.found, len(timing.runs_wall_s)) == ("scan", 18 * found.copies, 2)
     assert timing.wall_s == min(timing.runs_wall_s) > 0
@@ -101,7 +101,7 @@ def test_missing_trace_is_a_clear_error(tmp_path: Path) -> None:
 def test_missing_hta_error_names_the_package() -> None:
     """The environment of the tests lacks it, as any other Python without it."""
     with pytest.raises(UsageError, match="pip install HolisticTraceAnalysis"):
-        measure(H200, 100_000, hta=Path(sys.executable), runs=1)
+        measure_programs(H200, 100_000, hta=Path(sys.executable), runs=1)
 
 
 @pytest.mark.parametrize(("text", "size"), [("140MB", 140_000_000), ("1 GiB", 1 << 30), ("1.5kb", 1500), ("7", 7)])

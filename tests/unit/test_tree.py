@@ -122,7 +122,7 @@ def test_each_results_folder_has_a_short_page_and_raw_records() -> None:
 def test_results_contain_no_programs() -> None:
     """Programs that measure or print tables belong in tools/."""
     suffixes_by_folder = {
-        folder: {Path(name).suffix for name in results.read_members(folder)} for folder in results.packed_folders()
+        folder: {Path(name).suffix for name in results.read_members(folder)} for folder in results.list_packed_folders()
     }
     found = {folder.name for folder, suffixes in suffixes_by_folder.items() if suffixes & PROGRAMS}
     assert found == set()
@@ -131,7 +131,7 @@ def test_results_contain_no_programs() -> None:
 
 def test_archives_contain_no_tracked_file() -> None:
     """Unpacking must not overwrite a tracked file."""
-    for folder in results.packed_folders():
+    for folder in results.list_packed_folders():
         assert set(tracked()).isdisjoint(folder / name for name in results.read_members(folder)), folder.name
 
 
@@ -183,7 +183,7 @@ class TestArchives:
     def test_subfolder_may_have_its_own_archive(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         results.pack(folder)
         monkeypatch.setattr(results, "RESULTS", folder.parent.parent)
-        assert results.packed_folders() == [folder]
+        assert results.list_packed_folders() == [folder]
 
     def test_packing_without_an_archived_file_is_rejected(self, folder: Path) -> None:
         results.pack(folder)

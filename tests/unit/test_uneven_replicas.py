@@ -97,7 +97,7 @@ TIMES = make_step_times()
 def serving() -> serve.Serving:
     """Build a rank that stands for two replicas, so that it sees the rows of both."""
     load = Load(mode="replay", requests=3, input_tokens="20", output_tokens="3", chunk=80)
-    asked = Point(
+    requests = Point(
         model="tiny",
         workload="serve",
         tp=2,
@@ -110,9 +110,9 @@ def serving() -> serve.Serving:
         dtype="fp32",
         emulate="H200",
     )
-    plan = plan_engine([asked], Settings(), TINY, Probe(device="cpu", count=0, name="CPU"))
+    plan = plan_engine([requests], Settings(), TINY, Probe(device="cpu", count=0, name="CPU"))
     with torch.inference_mode():
-        return serve.get_serving(build_session(asked, TINY, plan, rank=0, device=CPU, seed=0), asked)
+        return serve.get_serving(build_session(requests, TINY, plan, rank=0, device=CPU, seed=0), requests)
 
 
 def replica(decodes: int, tokens: int) -> ReplicaStep:

@@ -1,1 +1,1 @@
-"""Compare greedy tokens of engines over the same synthetic weights, and decide differences in fp32."""
+"""Compare greedy tokens of engines with the same synthetic weights, and judge differences in fp32."""

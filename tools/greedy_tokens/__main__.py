@@ -1,6 +1,6 @@
-"""Decide in fp32 whether dcpbench's engine, vLLM and SGLang give the same greedy tokens over the same synthetic weights.
+"""Compare greedy tokens of dcpbench's engine, vLLM and SGLang with the same synthetic weights, and judge differences in fp32.
 
-A machine with two GPUs, with `vllm` and `sglang-server` in the path and vllm.toml and sglang.toml of docs/servers.md:
+On a machine with two GPUs, `vllm` and `sglang-server` on PATH, and vllm.toml and sglang.toml of docs/servers.md:
 
     python -m tools.greedy_tokens model FOLDER
     torchrun --standalone --nproc-per-node 2 -m tools.greedy_tokens own --model FOLDER -o own-tp2.json
@@ -12,20 +12,21 @@ A machine with two GPUs, with `vllm` and `sglang-server` in the path and vllm.to
     python -m tools.greedy_tokens judge --model FOLDER own-*.json vllm-*.json sglang-*.json -o judge.json
     python -m tools.greedy_tokens compare --judge judge.json own-*.json vllm-*.json sglang-*.json
 
-`model` writes a folder without weights: two of DeepSeek-V3's layers with published widths, 16 experts and 1,024 words, as rounding would
-decide between the two likeliest of 129,280 random tokens. `--set FIELD=VALUE` changes config.json; with `--fp8`, or with more layers,
-near-ties are soon more than 5 % of the positions. `own` decodes seeded random prompts with dcpbench's engine, on CPUs without a GPU; `ask`
-starts a server and sends it the same prompts, one after another.
+`model` writes a folder without weights: two layers of DeepSeek-V3 with published widths, 16 experts and 1,024 tokens. With a vocabulary of
+129,280 tokens and random weights, rounding would decide between the two likeliest tokens. `--set FIELD=VALUE` changes config.json; with
+`--fp8` or more layers, near-ties can exceed 5 % of the positions. `own` decodes seeded random prompts with dcpbench's engine, on the CPU if
+there is no GPU. `ask` starts a server and sends it the same prompts, one after another.
 
-`judge` computes the same model by transformers in fp32, on prompts and answers, where the engines ran: kinds of GPUs draw different random
-numbers. It needs host memory for twice the weights in fp32 (12 GB with the folder above). `compare --model FOLDER` does both at once.
+`judge` computes the same model with transformers in fp32, on prompts and answers. Run it on the machine of the engines, because other GPUs
+draw other random numbers. It needs host memory for twice the weights in fp32 (12 GB with the folder above). `compare --model FOLDER` judges
+and compares.
 
-`compare` ends with
+Exit codes of `compare`:
 
-    0  if tokens are equal except for near-ties, which are at most 5 % of the positions of any two engines
-    1  if an engine has a token that fp32 has behind another by more than a near-tie, or log-probabilities that are further
-       from fp32 than rounding explains
-    3  if it is undecided: too many near-ties, or too few positions
+    0  tokens are equal except for near-ties, which are at most 5 % of the positions of any two engines
+    1  an engine has a token that is less likely in fp32 by more than a near-tie, or log-probabilities that differ from fp32
+       by more than rounding explains
+    3  undecided: too many near-ties, or too few positions
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ import msgspec
 from dcpbench.errors import DcpbenchError, UsageError
 from tools.greedy_tokens.answers import Answers, check_same_weights, compute_sizes_key, read_answers
 from tools.greedy_tokens.comparison import decide
-from tools.greedy_tokens.engines import ask, decode_own, load_checked_shape
+from tools.greedy_tokens.engines import decode_own, fetch_answers, load_checked_shape
 from tools.greedy_tokens.model_folder import write_model_folder
 from tools.greedy_tokens.scores import Judgement
 from tools.greedy_tokens.text import format_json, format_verdict
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the arguments of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.greedy_tokens", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -74,11 +75,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def parse_count(word: str) -> int:
-    """Return a positive whole number. Raise ArgumentTypeError for another word."""
-    if not word.isdecimal() or int(word) == 0:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least 1")
-    return int(word)
+def parse_count(text: str) -> int:
+    """Parse a positive whole number. Raise ArgumentTypeError for other text."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def _add_engine_options(part: argparse.ArgumentParser, *, own: bool) -> None:
@@ -96,33 +97,35 @@ def _add_engine_options(part: argparse.ArgumentParser, *, own: bool) -> None:
     else:
         part.add_argument("--engine", required=True, help="vllm, sglang or an engine's file")
         part.add_argument("--tp", type=parse_count, default=1)
-        part.add_argument("--exchange", default="", help="ag_rs or a2a; by default the engine's own")
+        part.add_argument("--exchange", default="", help="ag_rs or a2a; default: the engine's choice")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Run a command; return its exit code."""
     if args.command == "model":
         write_model_folder(args.folder, args.set, fp8=args.fp8)
         return 0
     if args.command in {"own", "ask"}:
-        answers = decode_own(args) if args.command == "own" else ask(args)
+        answers = decode_own(args) if args.command == "own" else fetch_answers(args)
         if answers is not None:
             Path(args.output).write_bytes(msgspec.json.encode(answers))
         return 0
     files = read_answers(args.files)
     if args.command == "judge":
-        args.output.write_bytes(msgspec.json.encode(score(files, args.files[0], args.model)))
+        args.output.write_bytes(msgspec.json.encode(score_answers(files, args.files[0], args.model)))
         return 0
     judgement = (
-        read_judgement(args.judge, files, args.files[0]) if args.judge else score(files, args.files[0], args.model)
+        read_judgement(args.judge, files, args.files[0])
+        if args.judge
+        else score_answers(files, args.files[0], args.model)
     )
     verdict = decide(files, judgement)
     sys.stdout.write(format_json(verdict) if args.json else format_verdict(verdict))
     return verdict.exit_code
 
 
-def score(files: Sequence[Answers], path: Path, folder: str) -> Judgement:
-    """Return the scores of answers in fp32. Raise UsageError if they are of another model than the folder's."""
+def score_answers(files: Sequence[Answers], path: Path, folder: str) -> Judgement:
+    """Return the fp32 scores of answers. Raise UsageError if they are from another model than the folder's."""
     from tools.greedy_tokens.reference import judge_answers
 
     shape = load_checked_shape(folder)
@@ -134,7 +137,7 @@ def score(files: Sequence[Answers], path: Path, folder: str) -> Judgement:
 
 
 def read_judgement(path: Path, files: Sequence[Answers], other: Path) -> Judgement:
-    """Return the scores in a file. Raise UsageError if they are of other weights or prompts than the answers."""
+    """Return the scores in a file. Raise UsageError if they are from other weights or prompts than the answers."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Judgement)
     except (OSError, msgspec.DecodeError) as e:
@@ -150,7 +153,7 @@ def read_judgement(path: Path, files: Sequence[Answers], other: Path) -> Judgeme
 def main() -> int:
     """Run the command line; return its exit code."""
     try:
-        return run(parse_arguments())
+        return run_command(parse_arguments())
     except DcpbenchError as e:
         sys.stderr.write(f"{e}\n")
         return int(e.exit_code)

@@ -1,4 +1,4 @@
-"""Files of greedy answers: which prompts an engine was given, over which weights, and what it answered."""
+"""Read files of greedy answers, with the prompts and the weights of an engine."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 
 class WeightsKey(msgspec.Struct, frozen=True, kw_only=True):
-    """What determines synthetic weights: equal keys give equal numbers."""
+    """Identify synthetic weights: equal keys give equal numbers."""
 
     sizes: str  # CRC-32 of the model's shape, without its name, as 8 hex digits
     seed: int
-    dtype: str  # in which tensors are drawn, bf16 or fp32
-    format: str  # of linear layers, that dtype or fp8
+    dtype: str  # dtype of the drawn tensors, bf16 or fp32
+    format: str  # format of linear layers, the dtype or fp8
     device: str  # name of the GPU, or cpu: random numbers differ between kinds of devices
 
 
 class Position(msgspec.Struct, frozen=True):
-    """The token of one position, and log-probabilities of the likeliest tokens there by their ids."""
+    """Hold the token of one position, and the log-probabilities of its likeliest tokens by id."""
 
     token: int
     logprobs: dict[int, float]
 
 
 class Answers(msgspec.Struct, frozen=True, kw_only=True):
-    """Greedy answers of one engine, in the order of the prompts."""
+    """Hold the greedy answers of one engine, in the order of the prompts."""
 
     name: str
     weights: WeightsKey
@@ -61,13 +61,13 @@ def compute_sizes_key(shape: ModelShape) -> str:
 
 
 def read_answers(paths: Sequence[Path]) -> list[Answers]:
-    """Return the answers of all files, which must be of the same prompts and weights. Raise UsageError if they are not."""
+    """Return the answers of all files. Raise UsageError if they are from different prompts or weights."""
     files = [_read_file(path) for path in paths]
     for path, one in zip(paths[1:], files[1:], strict=True):
         check_same_weights(path, one.weights, paths[0], files[0].weights)
         if one.prompts != files[0].prompts:
             raise UsageError(
-                f"{path} and {paths[0]} answer different prompts ({_describe_prompts(one)}; {_describe_prompts(files[0])}); "
+                f"{path} and {paths[0]} answer different prompts ({_format_prompts(one)}; {_format_prompts(files[0])}); "
                 "give all commands the same --prompts, --length and --seed."
             )
         if list(map(len, one.answers)) != list(map(len, files[0].answers)):
@@ -75,16 +75,16 @@ def read_answers(paths: Sequence[Path]) -> list[Answers]:
                 f"{path} and {paths[0]} have answers of different lengths; give all commands the same --new-tokens, and see in the server's "
                 "log why an answer ended early."
             )
-    return _rename_same(paths, files)
+    return _make_names_unique(paths, files)
 
 
 def check_same_weights(path: Path, weights: WeightsKey, other: Path, others: WeightsKey) -> None:
-    """Raise UsageError, naming the first field that differs, if two files are of different weights."""
+    """Raise UsageError with the first differing field if two files are from different weights."""
     for field in msgspec.structs.fields(WeightsKey):
         mine, theirs = getattr(weights, field.name), getattr(others, field.name)
         if mine != theirs:
             raise UsageError(
-                f"{path} and {other} are of different weights ({field.name}: {mine} and {theirs}); run both with the same "
+                f"{path} and {other} are from different weights ({field.name}: {mine} and {theirs}); run both with the same "
                 f"{_REMEDIES[field.name]}."
             )
 
@@ -112,12 +112,12 @@ def _read_file(path: Path) -> Answers:
     return found
 
 
-def _describe_prompts(one: Answers) -> str:
+def _format_prompts(one: Answers) -> str:
     return f"{len(one.prompts)} prompts, the first of {len(one.prompts[0])} tokens that begin with {one.prompts[0][:3]}"
 
 
-def _rename_same(paths: Sequence[Path], files: Sequence[Answers]) -> list[Answers]:
-    """Return the files with their names, and behind names that several have the file's."""
+def _make_names_unique(paths: Sequence[Path], files: Sequence[Answers]) -> list[Answers]:
+    """Append the name of the file to names that several files have."""
     names = [one.name for one in files]
     return [
         msgspec.structs.replace(one, name=f"{one.name} ({path.stem})") if names.count(one.name) > 1 else one

@@ -1,9 +1,9 @@
 """Compare greedy tokens of engines with each other and with fp32, and decide whether the engines compute the same function.
 
-near-tie   two tokens differ, and fp32 has them no further apart than twice what rounding moved two likeliest tokens at most;
-           or it has two experts, of which one is chosen, no further apart than rounding could move router logits
-beyond     tokens are further apart in fp32: the engine that has the less likely one is wrong
-rounding   mean difference of an engine's log-probabilities from fp32, over that of the model with an engine's roundings, at
+near-tie   two tokens differ, and their difference in fp32 is at most twice the largest change by rounding of the two likeliest
+           tokens; or rounding could change the chosen experts
+beyond     the difference in fp32 is larger: the engine with the less likely token is wrong
+rounding   mean difference of an engine's log-probabilities from fp32, over that of the model with the roundings of an engine, at
            positions without near-ties of experts
 """
 
@@ -23,32 +23,34 @@ if TYPE_CHECKING:
     from tools.greedy_tokens.answers import Answers
     from tools.greedy_tokens.scores import Judgement, ScoredPosition
 
-TIE_FACTOR = 2.0  # limit of a near-tie of tokens, over the largest change by rounding
-MAX_NEAR_TIES = 0.05  # share of the positions of two engines
-MIN_POSITIONS = 250  # compared positions of two engines: at 5 % the share has a standard error of 1.4 %
-MAX_ROUTING_TIES = 0.5  # share of positions with near-ties of experts
-MAX_ROUNDING = 2.0  # mean difference from fp32, over that of the rounded model: kernels also round inside of operations
+TIE_FACTOR = 2.0  # limit of a near-tie of tokens over the largest change by rounding
+MAX_NEAR_TIES = 0.05  # maximum share of near-ties in the positions of two engines
+MIN_POSITIONS = 250  # minimum number of compared positions of two engines: a share of 5 % has a standard error of 1.4 %
+MAX_ROUTING_TIES = 0.5  # maximum share of positions with near-ties of experts
+MAX_ROUNDING = (
+    2.0  # maximum mean difference from fp32 over that of the rounded model, as kernels also round inside of operations
+)
 SAME, DIFFER, UNDECIDED = "SAME", "DIFFER", "UNDECIDED"
 EXIT_CODES = {SAME: 0, DIFFER: 1, UNDECIDED: 3}
 BEYOND, ROUNDING, NEAR_TIES, FEW, WIDE, ROUTING = "beyond", "rounding", "near-ties", "few", "wide", "routing"  # reasons
-DECISIVE = (BEYOND, ROUNDING)  # reasons for which engines differ; the others leave it undecided
+DECISIVE = (BEYOND, ROUNDING)  # reasons for DIFFER; other reasons give UNDECIDED
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """Two tokens of one position, of two engines behind the same tokens, or of an engine and of fp32."""
+    """Hold two tokens of one position: of two engines behind the same tokens, or of an engine and of fp32."""
 
     prompt: int
     position: int
     left: int  # token
     right: int
-    ahead: float  # by how much fp32 has the left token ahead of the right one, in natural logarithms; negative: the right one is
+    ahead: float  # fp32 log-probability of the left token minus that of the right one, in natural logarithms
     best: int  # token that fp32 ranks first
     near_tie: bool
-    routing: bool  # a near-tie of experts
+    routing: bool  # True for a near-tie of experts
 
 
 class PairResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Comparison of two engines up to the first difference of each answer."""
+    """Hold the comparison of two engines up to the first difference of each answer."""
 
     left: str
     right: str
@@ -59,7 +61,7 @@ class PairResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def near_ties(self) -> int:
-        """Return the number of positions that are left out as near-ties."""
+        """Return the number of near-ties."""
         return sum(one.near_tie for one in self.differences)
 
     @property
@@ -69,19 +71,19 @@ class PairResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def beyond(self) -> int:
-        """Return the number of positions that differ beyond a near-tie."""
+        """Return the number of differences beyond a near-tie."""
         return len(self.differences) - self.near_ties
 
 
 class EngineResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Comparison of one engine with fp32 behind the engine's own tokens, at all positions."""
+    """Hold the comparison of one engine with fp32 at all positions, behind the engine's tokens."""
 
     name: str
     positions: int
     equal: int
     differences: list[Difference]  # left: the engine's token, right: that of fp32
-    mean: float  # |difference of log-probabilities from fp32|, of the tokens that the engine lists
-    rounding: float  # the same of the model with an engine's roundings, at least MIN_NOISE
+    mean: float  # mean absolute difference of log-probabilities from fp32, of the tokens that the engine lists
+    rounding: float  # the same difference of the model with the roundings of an engine, at least MIN_NOISE
 
     @property
     def ratio(self) -> float:
@@ -90,12 +92,12 @@ class EngineResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def beyond(self) -> int:
-        """Return the number of tokens that fp32 has behind its first by more than a near-tie."""
+        """Return the number of tokens that differ from fp32's first token beyond a near-tie."""
         return sum(not one.near_tie for one in self.differences)
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):
-    """Why engines differ, or why it is undecided."""
+    """Hold a reason why engines differ, or why the verdict is undecided."""
 
     kind: str  # BEYOND, ROUNDING, NEAR_TIES, FEW, WIDE or ROUTING
     engines: list[str]
@@ -104,11 +106,11 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of all engines and pairs, and what follows from them."""
+    """Hold the results of all engines and pairs, and the verdict."""
 
     verdict: str  # SAME, DIFFER or UNDECIDED
     tie_limit: float  # largest difference of two log-probabilities in fp32 that is a near-tie
-    median_gap: float  # between fp32's two likeliest tokens
+    median_gap: float  # median difference of fp32's two likeliest tokens
     routing_ties: float  # share of positions with near-ties of experts
     engines: list[EngineResult]
     pairs: list[PairResult]
@@ -121,7 +123,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide(files: Sequence[Answers], judgement: Judgement) -> Verdict:
-    """Compare all engines with fp32 and with each other."""
+    """Compare all engines with fp32 and with each other, and return the verdict."""
     scored = [position for one in judgement.answers for position in one.positions]
     kept = [position.gap_error for position in scored if not position.rerouted]
     limit = TIE_FACTOR * max([MIN_NOISE, *kept])
@@ -149,7 +151,7 @@ def decide(files: Sequence[Answers], judgement: Judgement) -> Verdict:
 
 
 def find_reasons(engines: Sequence[EngineResult], pairs: Sequence[PairResult]) -> list[Reason]:
-    """Return why engines are not the same function, decisive reasons first."""
+    """Return the reasons against SAME, decisive reasons first."""
     found = [Reason(kind=BEYOND, engines=[e.name], value=e.beyond, limit=0) for e in engines if e.beyond]
     found += [Reason(kind=BEYOND, engines=[p.left, p.right], value=p.beyond, limit=0) for p in pairs if p.beyond]
     found += [
@@ -175,7 +177,7 @@ def find_reasons(engines: Sequence[EngineResult], pairs: Sequence[PairResult]) -
 
 
 def compare_with_fp32(one: Answers, judgement: Judgement, limit: float) -> EngineResult:
-    """Compare the tokens and log-probabilities of one engine with fp32, behind the engine's own tokens."""
+    """Compare the tokens and log-probabilities of one engine with fp32, behind the engine's tokens."""
     differences: list[Difference] = []
     errors: list[float] = []
     roundings: list[float] = []
@@ -198,7 +200,7 @@ def compare_with_fp32(one: Answers, judgement: Judgement, limit: float) -> Engin
 
 
 def compare_engines(left: Answers, right: Answers, judgement: Judgement, limit: float) -> PairResult:
-    """Compare the tokens of two engines up to the first difference of each answer, as later tokens follow from it."""
+    """Compare the tokens of two engines up to the first difference of each answer, which changes all later tokens."""
     positions, differences = 0, []
     for prompt, (one, other) in enumerate(zip(left.answers, right.answers, strict=True)):
         for place, (a, b) in enumerate(zip(one, other, strict=True)):

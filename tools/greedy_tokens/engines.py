@@ -1,4 +1,4 @@
-"""Greedy answers of dcpbench's engine, and of servers of vLLM and SGLang."""
+"""Get greedy answers from dcpbench's engine, and from servers of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
     from dcpbench.servers.answer_pairs import Answer
 
-LISTED = 5  # most likely tokens that a position keeps
+MAX_LISTED = 5  # number of likeliest tokens that a position keeps
 START_TIMEOUT_S = 500.0
 GPU_PAGE = 64  # tokens of a page of KV rows
 
@@ -54,7 +54,7 @@ def make_weights_key(shape: ModelShape, dtype: str) -> WeightsKey:
     )
 
 
-def ask(args: argparse.Namespace) -> Answers:
+def fetch_answers(args: argparse.Namespace) -> Answers:
     """Start the server of an engine's file and return its answers."""
     from dcpbench.servers.launch import Server, find_free_port
     from dcpbench.servers.presets import make_environment, resolve_engine
@@ -66,36 +66,36 @@ def ask(args: argparse.Namespace) -> Answers:
         exchange=args.exchange or NO_EXCHANGE, dtype="bf16", weights=SYNTHETIC,
     )  # fmt: skip
     port = find_free_port()
-    words = engine.make_command(point, {}, args.model, port)
+    command = engine.make_command(point, {}, args.model, port)
     log = Path(args.output).with_suffix(".log")
     prompts = make_prompts(shape.vocab, args.prompts, args.length, args.seed)
-    with Server(words, log, make_environment(engine, point), port, engine.ready) as server:
+    with Server(command, log, make_environment(engine, point), port, engine.ready) as server:
         server.wait_until_ready(START_TIMEOUT_S)
-        answers = asyncio.run(_fetch_answers(server.url, args.model, shape.vocab, prompts, args.new_tokens))
-    # The GPU is asked for its name when the engine has ended, as a context takes memory that the engine plans with.
+        answers = asyncio.run(_request_answers(server.url, args.model, shape.vocab, prompts, args.new_tokens))
+    # The name of the GPU is read after the engine has ended, because a CUDA context takes memory that the engine needs.
     key = make_weights_key(shape, "bf16")
     return Answers(name=f"{engine.name} {point.layout}", weights=key, prompts=prompts, answers=answers)
 
 
-async def _fetch_answers(
+async def _request_answers(
     url: str, model: str, vocab: int, prompts: list[list[int]], new_tokens: int
 ) -> list[list[Position]]:
-    """Return a server's greedy answers, one after another. Errors as in `list_positions`."""
+    """Request greedy answers from a server, one after another. Raise the errors of `list_positions`."""
     from dcpbench.servers.ask import Side
     from dcpbench.servers.client import Client, Target
     from dcpbench.servers.prompt_format import COMPLETIONS, PromptFormat
 
-    form = PromptFormat(endpoint=COMPLETIONS, model=model, extras={"ignore_eos": True}, vocab=vocab)
+    prompt_format = PromptFormat(endpoint=COMPLETIONS, model=model, extras={"ignore_eos": True}, vocab=vocab)
     async with Client(Target.from_url(url)) as client:
-        side = Side(client, form)
+        side = Side(client, prompt_format)
         return [list_positions(await side.fetch_answer(np.array(prompt, np.int32), new_tokens)) for prompt in prompts]
 
 
 def list_positions(answer: Answer) -> list[Position]:
-    """Return the positions of a server's answer, with the likeliest tokens that LISTED keeps and the token itself.
+    """Return the positions of a server's answer, with the likeliest tokens that a position keeps and the token itself.
 
-    Likeliest tokens without a word are left out: servers list special tokens as an empty text. Raise WorkerError if a position
-    has no log-probabilities, or if a token of the answer has neither an id nor a word.
+    Likeliest tokens without text are left out, because servers list special tokens as empty text. Raise WorkerError if a position
+    has no log-probabilities, or if a token of the answer has neither an id nor a text.
     """
     if not answer.tops:
         raise WorkerError(
@@ -106,22 +106,22 @@ def list_positions(answer: Answer) -> list[Position]:
         own = int(token) if answer.has_ids else find_id(name)
         if own is None:
             raise WorkerError(
-                f"the server answered {name!r}, which is no word t0, t1, …; write the model folder with `model FOLDER`."
+                f"the server answered {name!r}, which is not one of t0, t1, …; write the model folder with `model FOLDER`."
             )
-        top = sorted(tops.items(), key=lambda item: -item[1])[:LISTED]
+        top = sorted(tops.items(), key=lambda item: -item[1])[:MAX_LISTED]
         listed = {number: p for text, p in top if (number := find_id(text)) is not None}
         found.append(Position(own, listed | {own: logprob}))
     return found
 
 
 def find_id(text: str) -> int | None:
-    """Return the id of a word of the tokenizer, 17 for "t17"; None for another text."""
+    """Return the id of a token of the tokenizer, such as 17 for "t17"; None for other text."""
     word = text.strip()
     return int(word[1:]) if word[:1] == "t" and word[1:].isdecimal() else None
 
 
 def decode_own(args: argparse.Namespace) -> Answers | None:
-    """Return the answers of dcpbench's engine on rank 0, None on other ranks. Run by torchrun, or alone for one rank."""
+    """Return the answers of dcpbench's engine on rank 0, and None on other ranks. Run it with torchrun for several ranks."""
     import torch
     import torch.distributed as dist
 
@@ -160,7 +160,7 @@ def decode_own(args: argparse.Namespace) -> Answers | None:
 
 
 def decode_prompts(engine: DecodeEngine, prompts: list[list[int]], new_tokens: int) -> list[list[Position]]:
-    """Feed prompts token by token and continue each greedily. Collective."""
+    """Feed prompts token by token, and continue each greedily. Collective."""
     requests = [engine.add_request(1) for _ in prompts]
     answers: list[list[Position]] = [[] for _ in prompts]
     for request, prompt in zip(requests, prompts, strict=True):
@@ -169,7 +169,9 @@ def decode_prompts(engine: DecodeEngine, prompts: list[list[int]], new_tokens: i
         batch = engine.plan_step(requests)
         engine.run_eager(batch)
         rows = list_step(engine, batch)
-        for request, prompt, answer, row in zip(requests, prompts, answers, rows, strict=False):  # then padding
+        for request, prompt, answer, row in zip(
+            requests, prompts, answers, rows, strict=False
+        ):  # rows behind these are padding
             if request.length >= len(prompt) and len(answer) < new_tokens:
                 answer.append(row)
         if all(len(answer) >= new_tokens for answer in answers):
@@ -186,7 +188,7 @@ def list_step(engine: DecodeEngine, batch: Batch) -> list[Position]:
     assert batch.logits is not None
     assert batch.next_tokens is not None
     logprobs_BV = engine.model.gather_logits(batch.logits).float().log_softmax(-1)
-    top = logprobs_BV.topk(LISTED, dim=-1)
+    top = logprobs_BV.topk(MAX_LISTED, dim=-1)
     own_B1 = batch.next_tokens.unsqueeze(1)
     own = logprobs_BV.gather(1, own_B1)
     rows = zip(own_B1.tolist(), own.tolist(), top.indices.tolist(), top.values.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Write a small model folder without weights: DeepSeek-V3's layers, few of them and with few experts."""
+"""Write a small model folder without weights: few of DeepSeek-V3's layers, with few experts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SIZES: dict[str, Any] = DEEPSEEK_V3 | {
     "num_hidden_layers": 2, "first_k_dense_replace": 1, "vocab_size": 1024,
     "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
-"""Published widths, so that engines run the kernels that they have for DeepSeek-V3. Few experts, because rounding seldom moves a token to
-another expert if scores are far apart; experts in the last layer alone, so that such a token changes no later one; and few layers and words,
-because two likeliest tokens are then further apart than rounding.
+"""The widths are the published ones, so that engines run their kernels for DeepSeek-V3. With few experts, scores are far apart, so that
+rounding seldom changes the chosen experts; only the last layer has experts, so that such a change affects no later layer. With few layers and
+tokens, the two likeliest tokens differ by more than rounding.
 """
 
 
@@ -28,7 +28,7 @@ def write_model_folder(folder: Path, changes: Sequence[str], *, fp8: bool) -> No
 
 
 def parse_change(word: str) -> tuple[str, Any]:
-    """Return the field and the value of FIELD=VALUE, which is JSON. Raise UsageError for a field that config.json lacks."""
+    """Parse FIELD=VALUE with a value in JSON. Raise UsageError for a field that config.json lacks."""
     name, _, text = word.partition("=")
     try:
         value = json.loads(text)

@@ -1,12 +1,12 @@
-"""The fp32 judge: log-probabilities of transformers' model over an engine's weights and tokens.
+"""Judge answers in fp32, by the log-probabilities of transformers' model with an engine's weights and tokens.
 
-The model holds the tensors that engines load, drawn on the same kind of device, fp8 weights as the numbers that they represent. It reads
-each prompt with the tokens that an engine answered, so that one pass gives all positions of the answer. A second pass rounds where
-an engine in this precision does (workloads/rounding.py); its difference from the first is the rounding of a correct engine.
+The model has the tensors that engines load, drawn on the same kind of device, with fp8 weights dequantised. It reads each prompt with the
+tokens of an engine's answer, so that one pass gives all positions of the answer. A second pass rounds like an engine in this precision
+(workloads/rounding.py); its difference from the first pass is the rounding error of a correct engine.
 
-Rounding that moves a token to another expert changes log-probabilities by much more than rounding else. So each position states
-whether rounding changed its experts, and whether it could: whether other experts would be chosen if router logits were off by ROUTING_FACTOR
-times what rounding moves them (root mean square).
+Rounding that changes the chosen experts changes log-probabilities by much more than other rounding. Each position therefore states whether
+rounding changed its experts, and whether it could: whether other experts would be chosen if router logits changed by ROUTING_FACTOR times
+their root mean square change by rounding.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
     from tools.greedy_tokens.answers import Answers, WeightsKey
 
-BEST = 5  # most likely tokens of fp32 that a position keeps
+BEST = 5  # number of fp32's likeliest tokens that a position keeps
 ROUTING_FACTOR = (
-    3.0  # change of router logits that rounding could have, in root mean squares: 4.2 deviations of a difference
+    3.0  # possible change of router logits by rounding, in root mean squares: 4.2 standard deviations of a difference
 )
 
 
@@ -88,7 +88,7 @@ def judge_answers(files: Sequence[Answers], folder: str, shape: ModelShape) -> J
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """Results of one pass over a text, at the P positions of the answer, on the CPU."""
+    """Hold the results of one pass over a text, at the P positions of the answer, on the CPU."""
 
     logprobs_PV: torch.Tensor  # noqa: N815
     """Log-probabilities of the answer's tokens."""
@@ -96,7 +96,7 @@ class Pass:
 
 
 class Judge:
-    """A model of transformers, with hooks that keep what its routers choose."""
+    """Score answers with a model of transformers; hooks keep the choices of its routers."""
 
     def __init__(self, model: Any, groups: int) -> None:  # noqa: ANN401 -- transformers' classes differ by version
         self.model, self.groups = model, groups
@@ -110,7 +110,7 @@ class Judge:
 
     @torch.no_grad()
     def score(self, prompt: Sequence[int], tokens: Sequence[int]) -> Pass:
-        """Run over a prompt and the answer to it; return the P positions at which the answer's tokens are chosen."""
+        """Run over a prompt and its answer; return the results at the P positions of the answer's tokens."""
         text = torch.tensor([[*prompt, *tokens[:-1]]], device=self.model.device)
         self._routing = []
         logits_PV = self.model(text, use_cache=False).logits[0, -len(tokens) :]
@@ -119,10 +119,10 @@ class Judge:
 
     @torch.no_grad()
     def find_routing_ties(self, found: Pass, limit: float) -> torch.Tensor:
-        """Return bool [P]: True if some layer could choose other experts with logits that are off by no more than `limit`.
+        """Return bool [P]: True if a layer could choose other experts with logits that change by at most `limit`.
 
-        Logits change against the choice: of chosen experts they fall, of others they rise; and then of all experts in groups of
-        chosen ones they fall, as groups are chosen first.
+        The logits of chosen experts fall, and those of others rise; then the logits of all experts in chosen groups fall, because
+        groups are chosen first.
         """
         ties_P = torch.zeros(len(found.logprobs_PV), dtype=torch.bool)
         for router, (logits_PE, ids_Pk) in zip(self.routers, found.routing, strict=True):
@@ -142,7 +142,7 @@ def differ_in_experts(one_Pk: torch.Tensor, other_Pk: torch.Tensor) -> torch.Ten
 
 
 def find_rerouted(exact: Pass, rounded: Pass) -> torch.Tensor:
-    """Return bool [P]: True if rounding changed the experts of some layer."""
+    """Return bool [P]: True if rounding changed the experts of a layer."""
     found_P = torch.zeros(len(exact.logprobs_PV), dtype=torch.bool)
     for (_, ids_Pk), (_, others_Pk) in zip(exact.routing, rounded.routing, strict=True):
         found_P |= differ_in_experts(ids_Pk, others_Pk)
@@ -150,9 +150,9 @@ def find_rerouted(exact: Pass, rounded: Pass) -> torch.Tensor:
 
 
 def measure_logit_change(exact: Sequence[Pass], rounded: Sequence[Pass], roundings: Roundings) -> float:
-    """Return the root mean square by which rounding moves router logits, where it has not changed experts before.
+    """Return the root mean square change of router logits by rounding, in layers before the first changed experts.
 
-    Some engines round router logits themselves, too.
+    The change includes rounding of the router logits, which some engines do.
     """
     squares, count = 0.0, 0
     for one, other in zip(exact, rounded, strict=True):
@@ -190,7 +190,7 @@ def _select_positions(
 
 @contextlib.contextmanager
 def round_as_engine(model: Any, roundings: Roundings) -> Iterator[None]:  # noqa: ANN401
-    """Have a model round the inputs of fp8 weights to e4m3, and all results to the dtype of activations, inside this block."""
+    """Make a model round inputs of fp8 weights to e4m3, and all results to the activation dtype, inside this block."""
     with contextlib.ExitStack() as attached:
         for name, module in model.named_modules():
             for handle in _attach(module, name.rpartition(".")[2], roundings):
@@ -214,7 +214,7 @@ def _attach(module: torch.nn.Module, leaf: str, roundings: Roundings) -> list[An
 
 
 def round_input(roundings: Roundings, x: torch.Tensor) -> torch.Tensor:
-    """Return the input of a linear layer as an engine has it."""
+    """Round the input of a linear layer as an engine does."""
     return roundings.round_weight_input(roundings.round_activation(x))
 
 
@@ -223,5 +223,5 @@ def _round_output(module: torch.nn.Module, roundings: Roundings) -> Any:  # noqa
 
 
 def _round_residual(roundings: Roundings) -> Any:  # noqa: ANN401
-    """Return a hook that rounds in place, because a layer adds to the same tensor after its norm."""
+    """Return a hook that rounds in place, because a layer adds to the same tensor behind its norm."""
     return lambda _, x: (x[0].copy_(roundings.round_activation(x[0])), *x[1:])

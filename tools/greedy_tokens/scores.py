@@ -1,4 +1,4 @@
-"""Files of scores: what fp32 has for the answers of engines."""
+"""Define the fp32 scores of engines' answers, and their file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class ScoredPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities at one position of an answer, by ids: of fp32's likeliest tokens and of all that engines list there."""
+    """Hold log-probabilities at one position of an answer, by id: of fp32's likeliest tokens and of all that engines list."""
 
     fp32: dict[int, float]
     rounded: dict[int, float]
-    rerouted: bool  # rounding changed the experts of some layer
-    routing_tie: bool  # rounding could change them
+    rerouted: bool  # True if rounding changed the experts of a layer
+    routing_tie: bool  # True if rounding could change them
 
     @property
     def best(self) -> int:
@@ -29,19 +29,19 @@ class ScoredPosition(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> float:
-        """Return by how much fp32 has its likeliest token ahead of the next, in natural logarithms."""
+        """Return the difference of fp32's two likeliest tokens, in natural logarithms."""
         first, second = sorted(self.fp32.values())[:-3:-1]
         return first - second
 
     @property
     def gap_error(self) -> float:
-        """Return by how much rounding moves the difference of fp32's two likeliest tokens."""
+        """Return the absolute change by rounding of the difference of fp32's two likeliest tokens."""
         first, second = sorted(self.fp32, key=lambda token: -self.fp32[token])[:2]
         return abs(self.rounded[first] - self.rounded[second] - self.fp32[first] + self.fp32[second])
 
 
 class ScoredAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer, as fp32 scores it."""
+    """Hold the fp32 scores of one answer."""
 
     prompt: int
     tokens: list[int]
@@ -49,7 +49,7 @@ class ScoredAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Scores of all distinct answers of some files."""
+    """Hold the scores of all distinct answers."""
 
     weights: WeightsKey
     prompts: list[list[int]]
@@ -61,7 +61,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {(one.prompt, tuple(one.tokens)): one.positions for one in self.answers}
 
     def get(self, prompt: int, engine: Answers) -> list[ScoredPosition]:
-        """Return the scored positions of an engine's answer. Raise UsageError if it was not judged."""
+        """Return the scored positions of an engine's answer. Raise UsageError if it has no scores."""
         found = self.by_tokens.get((prompt, tuple(engine.list_tokens(prompt))))
         if found is None:
             raise UsageError(

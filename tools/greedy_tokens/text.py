@@ -1,4 +1,4 @@
-"""The verdict as text and as JSON."""
+"""Format the verdict as text and as JSON."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 FP32 = "fp32"
 DERIVED = {"engines": ("beyond", "ratio"), "pairs": ("near_ties", "near_tie_share", "beyond")}
-"""Properties of results that the JSON has, too."""
+"""Properties that the JSON also has."""
 
 
 def format_json(found: Verdict) -> str:
-    """Return the verdict as JSON, with each differing position."""
+    """Format the verdict as JSON, with each differing position."""
     fields = msgspec.to_builtins(found)
     for part, names in DERIVED.items():
         for given, one in zip(fields[part], getattr(found, part), strict=True):
@@ -29,7 +29,7 @@ def format_json(found: Verdict) -> str:
 
 
 def format_verdict(found: Verdict) -> str:
-    """Return the tables, each differing position, and the verdict with its reasons."""
+    """Format the tables, each differing position, and the verdict with its reasons."""
     parts = [
         _format_table(
             ("engines", "prompts", "positions", "equal", "near-ties left out", "beyond a near-tie"),
@@ -75,7 +75,7 @@ def _format_limits(found: Verdict) -> str:
 
 
 def _format_table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Return a Markdown table with aligned columns; an empty text without rows."""
+    """Format a Markdown table with aligned columns; return an empty text without rows."""
     if not rows:
         return ""
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
@@ -87,7 +87,7 @@ def _format_table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _list_differences(left: str, right: str, differences: Iterable[Difference]) -> list[str]:
-    """Return a line for each differing position: which token fp32 ranks first, of which engine, and by how much."""
+    """Format a line for each differing position: the token that fp32 ranks first, its engine, and the difference."""
     lines = []
     for d in sorted(differences, key=lambda d: -abs(d.ahead)):
         first, second = ((left, d.left), (right, d.right))[:: 1 if d.ahead >= 0 else -1]

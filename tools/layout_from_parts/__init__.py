@@ -1,1 +1,1 @@
-"""Forecast decode steps of vLLM on more GPUs than there are, put together from parts that were measured on one or two."""
+"""Forecast decode steps of vLLM on more GPUs than the machine has, from parts that were measured on one or two GPUs."""

@@ -1,6 +1,6 @@
-"""Forecast decode steps of vLLM on more GPUs than there are, put together from parts that were measured on one or two.
+"""Forecast decode steps of vLLM on more GPUs than the machine has, from parts that were measured on one or two GPUs.
 
-A machine with two GPUs, with `vllm` in the path and an engine file of results/engines_H200, for tp8 and tp8·dcp8 at 32,000 tokens:
+On a machine with two GPUs, `vllm` on PATH and an engine file of results/engines_H200, for tp8 and tp8·dcp8 at 32,000 tokens:
 
     python -m tools.layout_from_parts model half --divide 2 --tp 1
     python -m tools.layout_from_parts model eighth --divide 8 --tp 1
@@ -11,22 +11,22 @@ A machine with two GPUs, with `vllm` in the path and an engine file of results/e
     dcpbench sweep --engine vllm.toml --model half --tp 1 --dcp 1 --concurrency 8,32 --context 32000 -o half-tp1
     python -m tools.layout_from_parts compose eighth-tp1 whole-tp1 whole-tp2 half-tp1 --tp 8 --concurrency 8,32 --context 32000
 
-`model` writes a folder without weights. Its heads, experts, dense layers and vocabulary are divided, so that a rank computes what one
-of more ranks would; a folder divided by 4 at tp2 serves as well as one divided by 8 at tp1. The latter's vocabulary of 16,160 words is
-padded by vLLM to 16,192.
+`model` writes a folder without weights. Its heads, experts, dense layers and vocabulary are divided, so that a rank computes the same as one
+of more ranks. A folder divided by 4 at tp2 is equivalent to one divided by 8 at tp1. vLLM pads the vocabulary of the latter, 16,160
+tokens, to 16,192.
 
-`compose` finds the parts of each step of tp8 and tp8·dcp8 in the runs, by what their ranks compute:
+`compose` takes the parts of each step of tp8 and tp8·dcp8 from the runs in which ranks compute the same:
 
     projections, experts, norms, quantisation    a rank with the target's heads and widths
     attention                                    the same; with DCP a rank with all heads over its share of the context
-    sampling, elementwise                        a rank with all words
+    sampling, elementwise                        a rank with the whole vocabulary
     merge, copies, KV cache write, no kernel     with DCP a layout with DCP at any context
     all-reduce, exchange                         the communication model, between the target's ranks
 
 Measured all-reduces and exchanges are left out, because they contain the wait for the slowest rank. The band is the largest error of
 the same composition of tp2 and tp2·dcp2 (`--check-tp`) against their measured steps.
 
-It ends with 0, or with 3 if no step was measured to check it.
+Exit code 3: no measured step checks the composition.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the arguments of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.layout_from_parts",
         description=__doc__,
@@ -59,12 +59,12 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     model = commands.add_parser("model", help="write a model folder with divided heads and widths")
     model.add_argument("folder", type=Path)
     model.add_argument("--divide", type=parse_count, required=True, help="divisor of heads, widths and vocabulary")
-    model.add_argument("--tp", type=parse_count, default=2, help="GPUs of the run; checks what a rank gets")
+    model.add_argument("--tp", type=parse_count, default=2, help="GPUs of the run, for a check of the widths of a rank")
     model.add_argument("--layers", type=parse_count, default=8)
-    compose = commands.add_parser("compose", help="put steps together, and check that")
+    compose = commands.add_parser("compose", help="compose steps, and check the composition")
     compose.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs of dcpbench sweep --engine vllm")
     compose.add_argument("--tp", type=parse_count, default=8)
-    compose.add_argument("--check-tp", type=parse_count, default=2, help="smaller degree that was measured, too")
+    compose.add_argument("--check-tp", type=parse_count, default=2, help="smaller degree with measured steps")
     compose.add_argument("--concurrency", type=parse_counts, default=[8, 32], metavar="N,…")
     compose.add_argument("--context", type=parse_count, default=32000)
     compose.add_argument("--machine", default="H200", help="machine of the communication model")
@@ -74,16 +74,16 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def parse_count(word: str) -> int:
-    """Return a positive whole number. Raise ArgumentTypeError for another word."""
-    if not word.isdecimal() or int(word) == 0:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least 1")
-    return int(word)
+def parse_count(text: str) -> int:
+    """Parse a positive whole number. Raise ArgumentTypeError for other text."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
-def parse_counts(words: str) -> list[int]:
-    """Return positive whole numbers. Raise ArgumentTypeError for other words."""
-    return list(dict.fromkeys(parse_count(word) for word in words.split(",")))
+def parse_counts(text: str) -> list[int]:
+    """Parse positive whole numbers, separated by commas. Raise ArgumentTypeError for other text."""
+    return list(dict.fromkeys(parse_count(part) for part in text.split(",")))
 
 
 def list_targets(tp: int, concurrency: Sequence[int], context: int) -> list[Target]:
@@ -96,7 +96,7 @@ def list_targets(tp: int, concurrency: Sequence[int], context: int) -> list[Targ
     return [Target(tp=tp, dcp=dcp, requests=n, context=context) for n in concurrency for dcp in (1, tp)]
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Run a command; return its exit code."""
     if args.command == "model":
         sentence = write_divided_folder(args.folder, args.source, divide=args.divide, tp=args.tp, layers=args.layers)
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 def main() -> int:
     """Run the command line; return its exit code."""
     try:
-        return run(parse_arguments())
+        return run_command(parse_arguments())
     except DcpbenchError as e:
         sys.stderr.write(f"{e}\n")
         return int(e.exit_code)

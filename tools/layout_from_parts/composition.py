@@ -1,4 +1,4 @@
-"""Put a decode step together from parts of measured steps and calls of the communication model, and check that on smaller layouts."""
+"""Compose a decode step from parts of measured steps and calls of the communication model, and check that on smaller layouts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 ALL_REDUCE, EXCHANGE = COMMUNICATION_PARTS
 IDLE = "no kernel"
-WHOLE_VOCABULARY = ("sampling", "elementwise")  # parts of a step behind the gather of logits, which has all words
-OF_DCP = ("merge", "copies", "KV cache write", IDLE)  # parts that the kernels around an exchange change
-MAX_IDLE = 0.1  # share of a step without a kernel above which it is pointed out
+WHOLE_VOCABULARY = ("sampling", "elementwise")  # parts behind the gather of logits, which compute the whole vocabulary
+OF_DCP = ("merge", "copies", "KV cache write", IDLE)  # parts that an exchange changes
+MAX_IDLE = 0.1  # share of a step without a kernel above which the output states it
 ALL_REDUCE_CALL = "all-reduce-symm"
 """Call of the communication model for vLLM's `cross_device_reduce`: one kernel that reads the memory of peers, as ours does."""
 
@@ -34,14 +34,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     us: float
-    low_us: float  # without the error of the communication model equal to `us`
+    low_us: float  # equal to `us` for measured parts
     high_us: float
     source: Source | None = None  # None: the communication model
     calls: dict[str, int] = {}  # number of modelled calls of a step, by kind
 
 
 class Composition(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold a step that was put together."""
+    """Hold a composed step."""
 
     target: Target
     layers: int
@@ -70,7 +70,7 @@ class Composition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold a step that was put together and measured."""
+    """Hold a step that was both composed and measured."""
 
     composition: Composition
     measured_us: float
@@ -78,12 +78,12 @@ class CheckedStep(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Return the composition over the measurement, less 1."""
+        """Return the composition over the measurement, minus 1."""
         return self.composition.us / self.measured_us - 1
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold steps that were put together, with the check that gives their band."""
+    """Hold composed steps, with the check that gives their band."""
 
     model: str
     all_layers: int
@@ -106,7 +106,7 @@ def forecast(
     targets: Sequence[Target],
     checked: Sequence[Target],
 ) -> Forecast:
-    """Return the targets' steps, and those of `checked` that were measured, as a check."""
+    """Compose the targets' steps, and check the composition on the measured steps in `checked`."""
     checks, unchecked = [], []
     for target in checked:
         measured = next((step for step in steps if step.is_target(shape, target)), None)
@@ -128,7 +128,7 @@ def forecast(
 
 
 def compose(steps: Sequence[MeasuredStep], shape: ModelShape, known: CommModel, target: Target) -> Composition:
-    """Return a step from the parts of measured ones. Raise UsageError if a measurement or a call is missing."""
+    """Compose a step from parts of measured steps. Raise UsageError if a measurement or a call is missing."""
     sources = find_sources(steps, shape, target)
     layers = sources.divided.sizes.layers
     measured = list(_take_parts(sources, target))
@@ -142,7 +142,7 @@ def compose(steps: Sequence[MeasuredStep], shape: ModelShape, known: CommModel, 
 
 
 def _take_parts(sources: Sources, target: Target) -> Iterator[Part]:
-    """Yield the measured parts. Waits for other ranks are in the communication of a measured step, which is left out.
+    """Yield the measured parts without communication, which contains the waits for other ranks.
 
     Attention depends on the heads of a DCP group and on the KV tokens of a rank, so with DCP it is that of all heads over a share.
     """
@@ -160,7 +160,7 @@ def _take_parts(sources: Sources, target: Target) -> Iterator[Part]:
 def predict_parts(shape: ModelShape, layers: int, target: Target, known: CommModel) -> list[Part]:
     """Return the all-reduces and exchanges of a step of vLLM by the communication model, between the ranks of the target.
 
-    With B requests, N ranks, H heads, D hidden, W words and L layers of bf16 numbers, a rank receives
+    With B requests, N ranks, H heads, hidden size D, W tokens of vocabulary and L layers in bf16, a rank receives
 
         all-reduce          2·(N − 1)/N·B·D·2 bytes     2·L + 1 times: behind attention and experts, and behind the embedding
         all-gather          (N − 1)/N·B·W·2             once: logits
@@ -188,7 +188,7 @@ def predict_parts(shape: ModelShape, layers: int, target: Target, known: CommMod
 
 
 def _sum_calls(name: str, calls: Sequence[tuple[str, int, int]], ranks: int, known: CommModel) -> Part:
-    """Return the part of these calls: (kind, number, bytes that a rank receives). Errors of one model do not cancel out."""
+    """Return the part of these calls (kind, number, received bytes of a rank); their errors add up, as they are of one model."""
     times = [known.predict_seconds(what, ranks, received).apply_factor(count * 1e6) for what, count, received in calls]
     total = CallTime(mean=sum(t.mean for t in times), low=sum(t.low for t in times), high=sum(t.high for t in times))
     counts: dict[str, int] = {}

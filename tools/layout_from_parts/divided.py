@@ -1,4 +1,4 @@
-"""Write model folders with divided heads and widths, so that a rank of few GPUs computes what a rank of more GPUs would."""
+"""Write model folders with divided heads and widths, so that a rank of few GPUs computes the same as a rank of more GPUs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SOURCES: dict[str, dict[str, Any]] = {"deepseek-v3": DEEPSEEK_V3}  # config.json by the name of a published model
-HEADS, EXPERT_WIDTH, DENSE_WIDTH, WORDS = (
+HEADS, EXPERT_WIDTH, DENSE_WIDTH, VOCAB = (
     "num_attention_heads",
     "moe_intermediate_size",
     "intermediate_size",
     "vocab_size",
 )
-DIVIDED = (HEADS, "num_key_value_heads", EXPERT_WIDTH, DENSE_WIDTH, WORDS)
+DIVIDED = (HEADS, "num_key_value_heads", EXPERT_WIDTH, DENSE_WIDTH, VOCAB)
 """Fields that vLLM divides by its tensor parallel degree. The shared expert is as wide as `n_shared_experts` routed ones, and the
-vocabulary divides the embedding and the LM head. All other sizes are whole on each rank: the low-rank projections before the heads, the
+vocabulary divides the embedding and the LM head. Each rank has all other sizes whole: the low-rank projections before the heads, the
 router, the number of experts, and the KV cache."""
 MAX_DIVIDE = 64  # largest divisor that an error suggests
 
@@ -28,7 +28,7 @@ MAX_DIVIDE = 64  # largest divisor that an error suggests
 def divide_config(source: str, divide: int, tp: int, layers: int) -> dict[str, Any]:
     """Return config.json of the first layers of a model, with widths that are divided by `divide`.
 
-    Raise UsageError if a rank of `tp` GPUs would not get whole heads, whole words, or whole blocks of fp8 weights.
+    Raise UsageError if a rank of `tp` GPUs would not get whole heads, whole tokens of the vocabulary, or whole blocks of fp8 weights.
     """
     config = SOURCES[source]
     if layers > config["num_hidden_layers"]:
@@ -38,7 +38,7 @@ def divide_config(source: str, divide: int, tp: int, layers: int) -> dict[str, A
             n for n in range(1, MAX_DIVIDE + 1) if n * tp <= MAX_DIVIDE and not _find_invalid_width(config, n * tp)
         ]
         raise UsageError(
-            f"--divide {divide} --tp {tp}: {wrong}; with --tp {tp} these can be: --divide {', '.join(map(str, possible))}."
+            f"--divide {divide} --tp {tp}: {wrong}; with --tp {tp} use --divide {', '.join(map(str, possible))}."
         )
     dense = min(config["first_k_dense_replace"], layers)
     return (
@@ -49,7 +49,7 @@ def divide_config(source: str, divide: int, tp: int, layers: int) -> dict[str, A
 
 
 def _find_invalid_width(config: Mapping[str, Any], ranks: int) -> str:
-    """Return what a rank of `ranks` would get that vLLM cannot compute with fp8 weights; empty if there is nothing."""
+    """Return a size of one of `ranks` ranks that vLLM cannot compute with fp8 weights; empty if there is none."""
     for name in DIVIDED:
         if config[name] % ranks:
             return f"{name} is {config[name]:,}, which {ranks} ranks do not divide"
@@ -72,12 +72,12 @@ def _find_invalid_width(config: Mapping[str, Any], ranks: int) -> str:
 
 
 def write_divided_folder(folder: Path, source: str, *, divide: int, tp: int, layers: int) -> str:
-    """Write the model folder, and return a sentence on what a rank of it computes."""
+    """Write the model folder; return a sentence on the sizes of a rank."""
     config = divide_config(source, divide, tp, layers)
     write_folder(folder, config, fp8=True)
     heads, experts, dense = (config[name] // tp for name in (HEADS, EXPERT_WIDTH, DENSE_WIDTH))
     return (
         f"A rank of tp{tp} over {folder} computes what a rank of tp{divide * tp} over {source} does: {heads} heads, experts {experts:,} "
-        f"wide, dense layers {dense:,} wide, {config[WORDS] // tp:,} words of the LM head; {layers} of "
+        f"wide, dense layers {dense:,} wide, {config[VOCAB] // tp:,} tokens of the LM head; {layers} of "
         f"{SOURCES[source]['num_hidden_layers']} layers."
     )

@@ -1,4 +1,4 @@
-"""Read measured decode steps of vLLM, and choose those with the parts that a rank of another layout would have."""
+"""Read measured decode steps of vLLM, and choose those with the parts of a rank of another layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DIVIDED = ("heads", "moe_inter", "dense_inter", "vocab")  # sizes that ranks div
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """Describe a step that is put together: a layout of the undivided model without attention DP, and its load."""
+    """Describe a composed step: a layout of the undivided model without attention DP, and its load."""
 
     tp: int
     dcp: int
@@ -70,7 +70,7 @@ class MeasuredStep:
 
     @property
     def is_prolonged(self) -> bool:
-        """Return True if the profiled step is so much longer than the timed one that it contains waits that the profiler causes."""
+        """Return True if the profiled step is longer than the timed one by so much that it contains waits of the profiler."""
         return self.phases.step_us > (1 + MAX_DISTURBANCE) * self.step_us
 
     @property
@@ -100,7 +100,7 @@ class MeasuredStep:
         return all(getattr(self.sizes, name) == getattr(shape, name) for name in DIVIDED)
 
     def is_target(self, shape: ModelShape, target: Target) -> bool:
-        """Return True if this is a measurement of the step that is put together."""
+        """Return True if this step is a measurement of the target."""
         point = self.record.point
         own = (point.tp, point.dcp, point.concurrency, point.context)
         return self.is_undivided(shape) and own == (target.tp, target.dcp, target.requests, target.context)
@@ -147,9 +147,9 @@ def is_decode_step(record: Record) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Hold the measured steps from which a step is put together."""
+    """Hold the measured steps from which a step is composed."""
 
-    divided: MeasuredStep  # a rank has the widths of the target's, and all of its context
+    divided: MeasuredStep  # a rank has the widths of the target's ranks, and the whole context
     all_heads: MeasuredStep  # a rank attends with all heads over its share of the context; the vocabulary is whole
     dcp: MeasuredStep | None  # a layout with DCP, for the kernels around its exchange; None without DCP
 
@@ -160,9 +160,9 @@ class Sources:
 
 
 def find_sources(steps: Sequence[MeasuredStep], shape: ModelShape, target: Target) -> Sources:
-    """Return the steps with the parts of the target, of the fewest ranks that have them. None is the target itself.
+    """Return the steps with the parts of the target, with as few ranks as possible, without the target itself.
 
-    Raise UsageError that names the missing measurement, or settings in which they differ.
+    Raise UsageError for a missing measurement, or for different settings.
     """
     steps = sorted(steps, key=lambda s: s.record.point.tp)
     own = [s for s in steps if s.record.point.concurrency == target.requests and not s.is_target(shape, target)]
@@ -194,7 +194,7 @@ def find_sources(steps: Sequence[MeasuredStep], shape: ModelShape, target: Targe
 
 
 def _find_dcp(whole: Sequence[MeasuredStep], target: Target) -> MeasuredStep | None:
-    """Return the step with DCP whose context is the nearest, as its kernels around the exchange do not depend on the context."""
+    """Return the step with DCP and the nearest context; its kernels around the exchange do not depend on the context."""
     if target.dcp == 1:
         return None
     found = [s for s in whole if s.record.point.dcp == s.record.point.tp > 1 and not s.is_prolonged]

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from tools.layout_from_parts.steps import Target
 
 NOT_CHECKED = (
-    "The check does not test what more ranks change in the kernels around an exchange: those of tp2·dcp2 stand for them. Nor does it test "
-    "the communication model beyond the ranks that were measured; its own error is the wider range."
+    "The check does not test changes by more ranks in the kernels around an exchange, which are those of tp2·dcp2. Nor does it test "
+    "the communication model beyond the measured ranks; the wider range has the error of that model."
 )
 
 
 def format_json(found: Forecast) -> str:
-    """Return the forecast as JSON, with its times, band and errors."""
+    """Format the forecast as JSON, with its times, band and errors."""
     fields = msgspec.to_builtins(found)
     fields["band"] = found.band
     for given, step in zip(fields["steps"], found.steps, strict=True):
@@ -33,7 +33,7 @@ def format_json(found: Forecast) -> str:
 
 
 def format_forecast(found: Forecast) -> str:
-    """Return a table of parts for each step, the check, and the limits of both."""
+    """Format the parts of each step, the check, and the limits of both."""
     steps = [_format_step(step, found) for step in found.steps]
     return "\n".join([*steps, _format_checks(found), *_list_limits(found)]) + "\n"
 
@@ -43,7 +43,7 @@ def _format_target(target: Target) -> str:
 
 
 def _format_step(step: Composition, found: Forecast) -> str:
-    """Return the step with its band, and its parts."""
+    """Format the step with its band and its parts."""
     text = f"{_format_target(step.target)}: {step.us / 1e3:.2f} ms"
     if found.band is not None:
         low, high = step.us / (1 + found.band), step.us * (1 + found.band)
@@ -65,12 +65,12 @@ def _format_origin(part: Part, machine: str) -> str:
 
 
 def _format_checks(found: Forecast) -> str:
-    """Return the steps of the check with their errors, and the band."""
+    """Format the steps of the check with their errors, and the band."""
     if found.band is None:
         why = found.unchecked or ["no run has a measured step of a smaller layout at this load; add one of --check-tp."]
         return "\n".join(["No band, as the composition was not checked:", *why])
     rows = [
-        f"  {_format_target(check.composition.target)}: {check.composition.us / 1e3:.2f} ms put together, {check.measured_us / 1e3:.2f} ms "
+        f"  {_format_target(check.composition.target)}: {check.composition.us / 1e3:.2f} ms composed, {check.measured_us / 1e3:.2f} ms "
         f"measured ({check.run}), {check.error:+.1%}"
         for check in found.checks
     ]
@@ -81,7 +81,7 @@ def _format_checks(found: Forecast) -> str:
 
 
 def _list_limits(found: Forecast) -> list[str]:
-    """Return what limits the forecast."""
+    """Return sentences on the limits of the forecast."""
     compositions = [*found.steps, *(check.composition for check in found.checks)]
     layers = {step.layers for step in compositions}
     texts = [

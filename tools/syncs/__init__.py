@@ -1,1 +1,1 @@
-"""Check the accuracy of the detectors of hidden synchronisation (corpus), and the cost of scanning a trace (speed)."""
+"""Check the accuracy of the detectors of hidden synchronisation, and the cost of scanning a trace."""

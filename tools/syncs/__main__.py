@@ -1,4 +1,4 @@
-"""`python -m tools.syncs corpus`, `speed` and `processes`: options alone. What the commands do lies in checks.py and processes.py."""
+"""Define the options of `python -m tools.syncs corpus`, `speed` and `processes`; checks.py and processes.py run them."""
 
 import sys
 from pathlib import Path
@@ -15,19 +15,19 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Whether the detectors of `dcpbench syncs` can be believed, and what scanning costs.",
+    help="Check the accuracy of the detectors of `dcpbench syncs`, and the cost of scanning.",
 )
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON. Default: no.")]
 
 
-@app.command()
-def corpus(
+@app.command("corpus")
+def run_corpus(
     records: Annotated[
         list[Path] | None,
         typer.Argument(
             metavar="[RECORD]",
             show_default=False,
-            help="Records of earlier runs (corpus.json), to print their table again. Default: run the corpus here.",
+            help="Records of earlier runs (corpus.json), to print their table again. Default: run the corpus on this machine.",
         ),
     ] = None,
     keep: Annotated[
@@ -35,7 +35,7 @@ def corpus(
         typer.Option(
             "--keep",
             metavar="FOLDER",
-            help="Leave the record and the traces there. Default: they are removed.",
+            help="Folder that keeps the record and the traces. Default: they are removed.",
         ),
     ] = None,
     vllm_check: Annotated[
@@ -52,31 +52,32 @@ def corpus(
     ] = False,
     as_json: AsJson = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write there. Default: stdout.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Output file. Default: stdout.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there. Default: no.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the output file. Default: no.")] = False,
 ) -> None:
     """Run small programs with a known number of synchronisations, and print each detector's precision and recall.
 
-    With a GPU: the clock, behind 20 ms of queued work, which decides what is true; the live detector; torch's own
-    set_sync_debug_mode; scan, with and without Python stacks and cuda_sync events; vLLM's VLLM_GPU_SYNC_CHECK, if
-    --vllm-check names its file. Everywhere: the dry run.
+    With a GPU these are: the live detector; torch's set_sync_debug_mode; scan, with and without Python stacks and
+    cuda_sync events; vLLM's VLLM_GPU_SYNC_CHECK, if --vllm-check names its file. A clock behind 20 ms of queued work
+    checks the known numbers. The dry run needs no GPU.
 
-    Exit codes: 0 as documented · 1 a detector is worse than that, or the clock disagrees · 2 options that cannot be
-    used.
+    Exit codes: 0 as documented · 1 a detector is worse than documented, or the clock disagrees · 2 invalid options.
 
     For example: python -m tools.syncs corpus --keep corpus-here
     """
-    shown = checks.Shown(as_json=as_json, programs=programs, output=output, force=force)
-    raise typer.Exit(checks.corpus(records or [], keep=keep, vllm_checks=vllm_check or [], shown=shown))
+    output_options = checks.OutputOptions(as_json=as_json, programs=programs, output=output, force=force)
+    raise typer.Exit(
+        checks.run_corpus(records or [], keep=keep, vllm_checks=vllm_check or [], output_options=output_options)
+    )
 
 
-@app.command()
-def speed(
+@app.command("speed")
+def measure_speed(
     trace: Annotated[
         Path,
         typer.Argument(
-            metavar="TRACE", show_default=False, help="A real trace, or an SQLite export of nsys, which is repeated."
+            metavar="TRACE", show_default=False, help="A trace or an SQLite export of nsys, which is repeated."
         ),
     ],
     size: Annotated[
@@ -84,7 +85,7 @@ def speed(
         typer.Option(
             "--size",
             metavar="SIZE",
-            help="Size of the trace that is made of it, such as 140MB or 1GB.",
+            help="Size of the repeated trace, such as 140MB or 1GB.",
         ),
     ] = "140MB",
     hta: Annotated[
@@ -92,28 +93,29 @@ def speed(
         typer.Option(
             "--hta",
             metavar="PYTHON",
-            help="A Python in whose environment "
-            "HolisticTraceAnalysis is installed; its loader is then timed in turns with scan. Default: none.",
+            help="A Python with HolisticTraceAnalysis; its loader is timed in turns with scan. Default: none.",
         ),
     ] = None,
-    runs: Annotated[int, typer.Option("--runs", metavar="N", help="Runs of each; the fastest counts.")] = 3,
+    runs: Annotated[
+        int, typer.Option("--runs", metavar="N", help="Runs of each program; the fastest one is reported.")
+    ] = 3,
     keep: Annotated[
         Path | None,
         typer.Option(
             "--keep",
             metavar="FILE",
-            help="Leave the trace that is made there. Default: it is removed.",
+            help="File that keeps the repeated trace. Default: it is removed.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time scan and measure its memory on a trace of any size, made by repeating a real one.
+    """Measure the time and memory of scan on a trace of any size, made by repeating a real one.
 
-    Exit codes: 0 timed · 2 options or input that cannot be used.
+    Exit codes: 0 measured · 2 invalid options or input.
 
     For example: python -m tools.syncs speed trace.json.gz --size 1GB --hta ~/hta/bin/python
     """
-    raise typer.Exit(checks.speed(trace, size, hta=hta, runs=runs, keep=keep, as_json=as_json))
+    raise typer.Exit(checks.measure_speed(trace, size, hta=hta, runs=runs, keep=keep, as_json=as_json))
 
 
 @app.command("processes")
@@ -133,18 +135,18 @@ def check_processes(
 ) -> None:
     """Check on a GPU that `dcpbench syncs run` finds a wait in the child process of an engine.
 
-    Exit codes: 0 found, and nothing else · 1 not found.
+    Exit codes: 0 only that wait was found · 1 it was not found, or others were.
 
     For example: python -m tools.syncs processes --engine vllm --method spawn
     """
     check = processes.check_vllm if engine == "vllm" else processes.check_small_engine
-    wrong = check(method)
-    typer.echo("\n".join(wrong) or "The wait was found.")
-    raise typer.Exit(bool(wrong))
+    problems = check(method)
+    typer.echo("\n".join(problems) or "The wait was found.")
+    raise typer.Exit(bool(problems))
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run a command; our errors end it with a sentence and an exit code."""
+    """Run a command; print errors of dcpbench, and exit with their code."""
     try:
         app(args=args)
     except DcpbenchError as e:

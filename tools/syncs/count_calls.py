@@ -21,6 +21,7 @@ kind.
 
 from __future__ import annotations
 
+import argparse
 import bisect
 import gzip
 import json
@@ -158,11 +159,12 @@ def _is_framework(file: str) -> bool:
     return parts[0] in {"torch", "triton"} or parts[0].removesuffix(".py") in sys.stdlib_module_names
 
 
-def main(paths: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Print the counts of these traces as JSON."""
-    if not paths:
-        sys.exit("Give at least one trace: python -m tools.syncs.count_calls TRACE...")
-    sys.stdout.write(json.dumps([count_trace(Path(path)) for path in paths], indent=1) + "\n")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
+    traces = parser.parse_args(arguments).traces
+    sys.stdout.write(json.dumps([count_trace(path) for path in traces], indent=1) + "\n")
 
 
 if __name__ == "__main__":

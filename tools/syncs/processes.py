@@ -1,7 +1,7 @@
 """Check that `dcpbench syncs run` finds a wait in an engine's child process, on a GPU.
 
-The small engine is engine_core.py. For vLLM, a copy of its model runner with one more line in `_sample` is loaded in each
-process, by a separate sitecustomize, and the model has dummy weights.
+The small engine is engine_core.py. For vLLM, a sitecustomize loads a copy of the model runner with one more line in `_sample` into each
+process, and the model has dummy weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 WARMUP, RECORDED = 3, 6
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 ANCHOR = "        # Sample the next token and get logprobs if needed.\n"
-PLANTED = "        if logits is not None: logits.max().item()\n"
+INJECTED = "        if logits is not None: logits.max().item()\n"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -75,18 +75,18 @@ sys.meta_path.insert(len(sys.meta_path) - 1, Replacement)  # before the finder o
 
 
 def check_small_engine(method: str) -> list[str]:
-    """Run the small engine with and without the wait; return what is wrong."""
-    wrong = []
+    """Run the small engine with and without the wait; return the problems."""
+    problems = []
     for wait, status in (("wait", "findings"), ("no-wait", "clean")):
-        report = _record([sys.executable, "-m", "tools.syncs.engine_core", method, wait], [], {})
-        wrong += _check_site(report, FUNCTION, "SYNC003") if wait == "wait" else []
+        report = _run_syncs([sys.executable, "-m", "tools.syncs.engine_core", method, wait], [], {})
+        problems += _check_site(report, FUNCTION, "SYNC003") if wait == "wait" else []
         if report["verdict"]["status"] != status:
-            wrong.append(f"{method}, {wait}: {report['verdict']} instead of {status}")
-    return wrong
+            problems.append(f"{method}, {wait}: {report['verdict']} instead of {status}")
+    return problems
 
 
 def check_vllm(method: str) -> list[str]:
-    """Run vLLM with a wait in its model runner; return what is wrong."""
+    """Run vLLM with a wait in its model runner; return the problems."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         env = {"PYTHONPATH": _replace_model_runner(home), "VLLM_WORKER_MULTIPROC_METHOD": method}
@@ -95,7 +95,7 @@ def check_vllm(method: str) -> list[str]:
         (home / "model" / "config.json").write_text(json.dumps(CONFIG))
         (home / "offline.py").write_text(OFFLINE)
         step = ["--step", f"{RUNNER}:GPUModelRunner.sample_tokens"]
-        report = _record([sys.executable, str(home / "offline.py"), str(home / "model")], step, env)
+        report = _run_syncs([sys.executable, str(home / "offline.py"), str(home / "model")], step, env)
     return _check_site(report, "_sample", "SYNC001")
 
 
@@ -105,20 +105,20 @@ def _replace_model_runner(home: Path) -> str:
     source = Path(package, "v1/worker/gpu_model_runner.py").read_text()
     assert source.count(ANCHOR) == 1, "the model runner of this version of vLLM has another text"
     copy = home / "gpu_model_runner.py"
-    copy.write_text(source.replace(ANCHOR, PLANTED + ANCHOR))
+    copy.write_text(source.replace(ANCHOR, INJECTED + ANCHOR))
     hook = home / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(REPLACE.format(module=RUNNER, file=str(copy)))
     return os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH", "")])])
 
 
-def _record(command: list[str], options: list[str], env: dict[str, str]) -> dict[str, Any]:
-    """Return the report of `dcpbench syncs run`."""
+def _run_syncs(command: list[str], options: list[str], env: dict[str, str]) -> dict[str, Any]:
+    """Run `dcpbench syncs run`, and return its report."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
         limits = ["--warmup", str(WARMUP), "--steps", str(RECORDED), "--format", "json", "-o", str(out)]
-        words = [sys.executable, "-m", "dcpbench", "syncs", "run", *limits, *options, "--", *command]
-        done = subprocess.run(words, cwd=ROOT, env={**os.environ, **env}, check=False)
+        arguments = [sys.executable, "-m", "dcpbench", "syncs", "run", *limits, *options, "--", *command]
+        done = subprocess.run(arguments, cwd=ROOT, env={**os.environ, **env}, check=False)
         sys.stdout.write(f"exit code {done.returncode}: {' '.join(command)}\n")
         report: dict[str, Any] = json.loads(out.read_text())
     for site in report["sites"]:
@@ -128,10 +128,10 @@ def _record(command: list[str], options: list[str], env: dict[str, str]) -> dict
 
 
 def _check_site(report: dict[str, Any], function: str, rule: str) -> list[str]:
-    """Return what is wrong with the site of the wait: it lies in the core, once a step."""
+    """Return the problems of the site of the wait, which must be in the core, once per step."""
     found = [s for s in report["sites"] if (s["function"], s["rule"], s["own"]) == (function, rule, False)]
     if len(found) != 1:
         return [f"{len(found)} sites {rule} in {function}"]
     (site,) = found
-    wrong = [] if site["count_per_step"] == 1.0 else [f"{site['count_per_step']} waits per step in {function}"]
-    return wrong + [f"{trace} is not the core" for trace in site["traces"] if not trace.startswith(NAME)]
+    problems = [] if site["count_per_step"] == 1.0 else [f"{site['count_per_step']} waits per step in {function}"]
+    return problems + [f"{trace} is not the core" for trace in site["traces"] if not trace.startswith(NAME)]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 SHIFTED = ("correlation", "External id", "external id", "Python id", "Python parent id", "Ev Idx", "Record function id")
-"""Numbers within `args` that identify an event."""
+"""Fields of `args` with numbers that identify an event."""
 SCAN = "scan"
 PAUSE_US = 100.0  # time between two copies of a trace
 
@@ -59,7 +59,7 @@ class Timing(msgspec.Struct, kw_only=True):
     """Hold the timing of one program on one trace, in a separate process, on one core, in seconds and bytes."""
 
     tool: Literal["scan", "HTA loader"]
-    wall_s: float  # seconds of the best run, without starting Python and importing
+    wall_s: float  # seconds of the fastest run, without the start of Python and imports
     cpu_s: float
     runs_wall_s: list[float]
     peak_bytes: int
@@ -68,7 +68,7 @@ class Timing(msgspec.Struct, kw_only=True):
 
 
 class Speed(msgspec.Struct, kw_only=True):
-    """Hold the timings."""
+    """Hold the timings of all programs on one trace."""
 
     source: str
     trace_bytes: int
@@ -78,10 +78,9 @@ class Speed(msgspec.Struct, kw_only=True):
 
 
 def repeat_trace(source: Path, target: Path, size: int) -> tuple[int, int]:
-    """Write a trace of about `size` bytes that has the events of `source` again and again; (events, copies).
+    """Write a trace of about `size` bytes with repeated events of `source`; return the numbers of events and copies.
 
-    Each copy lies behind the one before it in time, and ids are new in each, so that it is a longer run of the same
-    program.
+    Each copy follows the previous one in time and has new ids, as in a longer run of the same program.
 
     Raises:
         TraceError: The source is not a trace.
@@ -96,18 +95,18 @@ def repeat_trace(source: Path, target: Path, size: int) -> tuple[int, int]:
         events = trace.pop("traceEvents")
     except (OSError, EOFError, ValueError, KeyError, TypeError) as e:
         raise TraceError(
-            f"{source} is not a trace that can be repeated{_missing(e)}; name one that torch.profiler wrote"
+            f"{source} is not a trace that can be repeated{_format_reason(e)}; name one that torch.profiler wrote"
         ) from None
     timed = [e for e in events if isinstance(e.get("ts"), (int, float))]
     if not timed:
         raise TraceError(f"{source} has no events with a time; name one that torch.profiler wrote")
     span = max(e["ts"] + e.get("dur", 0.0) for e in timed) - min(e["ts"] for e in timed) + PAUSE_US
-    ids = max((v for e in timed for v in _ids(e)), default=0) + 1
+    ids = max((v for e in timed for v in _list_ids(e)), default=0) + 1
     written = copies = 0
     with target.open("w") as f:
         f.write(json.dumps(trace)[:-1] + (", " if trace else "") + '"traceEvents": [\n')
         while written < size:
-            body = ",\n  ".join(json.dumps(_later(e, copies, span, ids)) for e in events)
+            body = ",\n  ".join(json.dumps(_shift_event(e, copies, span, ids)) for e in events)
             written += f.write((",\n  " if copies else "  ") + body)
             copies += 1
         f.write("\n]}\n")
@@ -115,7 +114,7 @@ def repeat_trace(source: Path, target: Path, size: int) -> tuple[int, int]:
 
 
 def repeat_export(source: Path, target: Path, size: int) -> tuple[int, int]:
-    """Write an SQLite export of nsys of about `size` bytes that has the events of `source` again and again; (events, copies).
+    """Write an SQLite export of nsys of about `size` bytes with repeated events; return the numbers of events and copies.
 
     Raises:
         TraceError: The source is not an SQLite export of nsys.
@@ -155,7 +154,7 @@ def _repeat_rows(
     first: int,
     last: int,
 ) -> None:
-    """Add copies with these numbers of the first rows of each table."""
+    """Add the copies `first` to `last` of the first rows of each table."""
     numbers = "WITH RECURSIVE n(copy) AS (SELECT ? UNION ALL SELECT copy + 1 FROM n WHERE copy < ?)"
     for table, columns in tables.items() if first <= last else ():
         values = [f'"{name}" + copy * {shifts[name]}' if name in shifts else f'"{name}"' for name in columns]
@@ -164,17 +163,17 @@ def _repeat_rows(
     db.commit()
 
 
-def _missing(error: Exception) -> str:
+def _format_reason(error: Exception) -> str:
     return f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
 
 
-def _ids(event: dict[str, Any]) -> Iterator[int]:
+def _list_ids(event: dict[str, Any]) -> Iterator[int]:
     values = [event.get("id"), *((event.get("args") or {}).get(name) for name in SHIFTED)]
     return (v for v in values if isinstance(v, int))
 
 
-def _later(event: dict[str, Any], copies: int, span: float, ids: int) -> dict[str, Any]:
-    """Return the event in a later copy."""
+def _shift_event(event: dict[str, Any], copies: int, span: float, ids: int) -> dict[str, Any]:
+    """Return the event of a copy, with shifted time and ids."""
     if copies == 0 or not isinstance(event.get("ts"), (int, float)):
         return event
     later = {**event, "ts": event["ts"] + copies * span}
@@ -186,7 +185,7 @@ def _later(event: dict[str, Any], copies: int, span: float, ids: int) -> dict[st
     return later
 
 
-def measure(
+def measure_programs(
     source: Path,
     size: int,
     *,
@@ -195,43 +194,43 @@ def measure(
     keep: Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Speed:
-    """Time `scan`, and HTA's loader where a Python that has it is given, in turns on the same trace.
+    """Measure `scan`, and HTA's loader if `hta` is given, in turns on the same trace.
 
     Args:
         source: A real trace, or an SQLite export of nsys.
-        size: Bytes of the trace that is made of it.
+        size: Bytes of the repeated trace.
         hta: A Python interpreter with HolisticTraceAnalysis installed.
-        runs: Runs of each; the fastest counts.
-        keep: Where to leave the trace that was made; None removes it.
-        progress: Told what is being done.
+        runs: Runs of each program; the fastest one is reported.
+        keep: File that keeps the repeated trace; None removes it.
+        progress: Function that gets messages on the progress.
 
     Raises:
         TraceError: The source is not a trace.
-        UsageError: There is no room on the disk for that size, or a program that is timed fails.
+        UsageError: The disk is too full for that size, or a measured program fails.
     """
-    tell = progress or (lambda _: None)
+    report = progress or (lambda _: None)
     with tempfile.TemporaryDirectory() as folder:
         target = keep or Path(folder) / "repeated.json"
         free = shutil.disk_usage(target.parent).free
         if size > free:
             raise UsageError(
-                f"{target.parent} has room for {free / 1e9:.0f} GB, and the trace would take {size / 1e9:.0f}; give a "
+                f"{target.parent} has {free / 1e9:.0f} GB free, and the trace needs {size / 1e9:.0f}; give a "
                 "smaller --size, or a file on another disk with --keep"
             )
-        tell(f"writing {size / 1e6:.0f} MB")
+        report(f"writing {size / 1e6:.0f} MB")
         events, copies = (repeat_export if _is_database(source) else repeat_trace)(source, target, size)
         programs = [(SCAN, sys.executable, _SCAN)] + ([("HTA loader", str(hta), _HTA)] if hta else [])
         results: dict[str, list[dict[str, Any]]] = {name: [] for name, _, _ in programs}
         for run in range(runs):
             for name, python, code in programs:
-                tell(f"{name}, run {run + 1} of {runs}")
-                results[name].append(_run(name, [*_one_core(), python, "-c", code, str(target)]))
+                report(f"{name}, run {run + 1} of {runs}")
+                results[name].append(_run_program(name, [*_list_core_prefix(), python, "-c", code, str(target)]))
         return Speed(
             source=str(source),
             trace_bytes=target.stat().st_size,
             events=events,
             copies=copies,
-            timings=[_timing(name, each) for name, each in results.items()],
+            timings=[_make_timing(name, each) for name, each in results.items()],
         )
 
 
@@ -241,12 +240,12 @@ def _is_database(path: Path) -> bool:
     return False
 
 
-def _one_core() -> list[str]:
-    """Return the prefix of a command that keeps it on one core, if there is one."""
+def _list_core_prefix() -> list[str]:
+    """Return a prefix that keeps a command on one core; empty without taskset."""
     return ["taskset", "-c", "0"] if shutil.which("taskset") else []
 
 
-def _run(name: str, command: list[str]) -> dict[str, Any]:
+def _run_program(name: str, command: list[str]) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
@@ -257,6 +256,6 @@ def _run(name: str, command: list[str]) -> dict[str, Any]:
     return result
 
 
-def _timing(name: str, runs: list[dict[str, Any]]) -> Timing:
+def _make_timing(name: str, runs: list[dict[str, Any]]) -> Timing:
     best = min(runs, key=lambda r: r["wall_s"])
     return msgspec.convert({**best, "tool": name, "runs_wall_s": [r["wall_s"] for r in runs]}, Timing)

@@ -39,7 +39,9 @@ class MlaWeights:
     q_norm: torch.Tensor | None
     q_b: Linear | None
     kv_norm: torch.Tensor
-    w_uk: torch.Tensor  # [h, nope, R]: absorbs k's decompression into q; all heads of the DCP group if asked, as q_b
+    w_uk: (
+        torch.Tensor
+    )  # [h, nope, R]: absorbs k's decompression into q; all heads of the DCP group if requested, as q_b
     w_uv: torch.Tensor  # [h, R, V]: decompresses the latent output; all heads of the DCP group if requested
     o: Linear
     post_norm: torch.Tensor

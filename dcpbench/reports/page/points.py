@@ -175,13 +175,13 @@ def _build_columns(table: pd.DataFrame, extras: list[ExtraValues], series: _Seri
         return [row.get(name, value) for row, value in zip(more, own, strict=True)] if name in extra_names else own
 
     served = bool((table["mode"] != "decode").any())
-    asked = build_points(table)
+    points = build_points(table)
     found: Columns = {axis.name: get_column(axis.name) for axis in AXES if axis.title}
     found |= {name: get_column(name) for name in PLAIN}
     found |= {
         "origin": get_column("engine"),
         "settings": [text or None for text in get_column("settings")],
-        "exchange": _format_exchanges(table, asked),
+        "exchange": _format_exchanges(table, points),
         "mode": get_column("mode") if served else [LIVE] * len(table),
         "load": get_column("rest") if served else ["decode"] * len(table),
         "panel": _format_panels(table, served=served),
@@ -206,15 +206,15 @@ def _build_columns(table: pd.DataFrame, extras: list[ExtraValues], series: _Seri
         floors = compute_floors_ms(table)
         found |= {f"floor:{name}": _to_json_numbers(floors[name].tolist()) for name in floors}
         found[IDLE] = _to_json_numbers(get_column("idle_us"), 1e-3)
-    return found | {"series": series.find_indices(table), "command": _make_commands(table, asked)}
+    return found | {"series": series.find_indices(table), "command": _make_commands(table, points)}
 
 
-def _format_exchanges(table: pd.DataFrame, asked: list[Point]) -> list[str]:
+def _format_exchanges(table: pd.DataFrame, points: list[Point]) -> list[str]:
     """Return the exchange of each point with its options, formatted once per distinct combination."""
     options = list(zip(*(table[axis.name] for axis in select_point_axes(Role.EXCHANGE)), strict=True))
     labels = {
         key: point.format_exchange_label() or point.exchange
-        for key, point in dict(zip(options, asked, strict=True)).items()
+        for key, point in dict(zip(options, points, strict=True)).items()
     }
     return [labels[key] for key in options]
 
@@ -285,14 +285,14 @@ class _Series:
         return [self._places[key] for key in keys]
 
 
-def _make_commands(table: pd.DataFrame, asked: list[Point]) -> list[str | None]:
+def _make_commands(table: pd.DataFrame, points: list[Point]) -> list[str | None]:
     """Return each point's command, with the settings of its record.
 
     The command is null for a point of another tool, for a point that no option can express, and for a command that
     would be too long.
     """
     commands = []
-    for record, point, cpu in zip(table["record"], asked, table["cpu"].tolist(), strict=True):
+    for record, point, cpu in zip(table["record"], points, table["cpu"].tolist(), strict=True):
         command = ""
         with contextlib.suppress(UsageError):
             command = "" if record.origin else build_command(point, record.measured_with, cpu=bool(cpu))

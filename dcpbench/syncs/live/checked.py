@@ -27,7 +27,7 @@ def resolve_mode(mode: str) -> tuple[str, str]:
     if mode == "off":
         return "off", "not checked"
     if mode == "dry-run":
-        return "dry-run", "found by a dry run, as asked for"
+        return "dry-run", "found by a dry run, as requested"
     import torch
 
     if torch.cuda.is_available():

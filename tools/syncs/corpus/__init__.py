@@ -1,1 +1,1 @@
-"""Provide small programs with a known number of synchronisations each, against which every detector is measured."""
+"""Provide small programs with known numbers of synchronisations, with which every detector is measured."""

@@ -28,7 +28,7 @@ DISPATCH = ("_ops.py", "_python_dispatch.py", "overrides.py")  # files of torch 
 
 
 class DebugMode:
-    """Hold the mode, and the places at which it has warned."""
+    """Hold the mode, and the lines at which it has warned."""
 
     def __init__(self) -> None:
         self.mode = 0

@@ -35,7 +35,7 @@ class Inputs:
 
 
 def make_inputs(device: torch.device, *, pin: bool = True) -> Inputs:
-    """Make inputs on `device`; `pin=False` if there is no pinned memory."""
+    """Make the inputs on `device`; use `pin=False` if there is no pinned memory."""
     ints_R = torch.arange(ROWS) % 8
     mask_R = torch.arange(ROWS) % RANKS == 0
     loc_R = torch.where(mask_R, torch.arange(ROWS), torch.full((ROWS,), -1))

@@ -1,8 +1,8 @@
 """Run the corpus under every detector that this machine allows: `python -m tools.syncs.corpus.measure FOLDER [VERSION=FILE] …`.
 
 On a GPU: the clock, behind queued work; the live detector; torch's own debug mode; traces, with and without Python
-stacks and `cuda_sync` events; and the checks of the named releases of vLLM. Everywhere: the dry run. Without a GPU the debug mode,
-on which vLLM's check builds, is emulated in a dry run.
+stacks and `cuda_sync` events; and the checks of the named releases of vLLM. The dry run needs no GPU. Without a GPU the debug mode,
+on which vLLM's check is based, is emulated in a dry run.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 
 RANGE = "corpus:"
 TRACES = {"sync_stacks": (True, True), "sync": (True, False), "stacks": (False, True), "plain": (False, False)}
-"""Name of a trace -> with `cuda_sync` events, with Python stacks."""
+"""Traces by name: (with `cuda_sync` events, with Python stacks)."""
 QUEUED_CYCLES = 40_000_000  # GPU cycles of work before a program that is timed: about 20 ms
-SHORT_CYCLES = 2_000_000  # about 1 ms, for traces: more than a program needs to its wait, even if it allocates
-WARM_UPS = 2  # runs before, in which kernels are loaded and caches filled
+SHORT_CYCLES = 2_000_000  # about 1 ms, for traces: longer than a program takes to its wait, even if it allocates
+WARM_UPS = 2  # runs that load kernels and fill caches
 
 
-def measure(folder: Path, checks: Sequence[str] = ()) -> CorpusRun:
+def measure_corpus(folder: Path, checks: Sequence[str] = ()) -> CorpusRun:
     """Measure the corpus on this machine; traces go to `folder`, `checks` name releases of vLLM and their files."""
     run = CorpusRun(
         device="CPU",
         torch=str(torch.__version__),
-        programs=[Truth(name=p.name, expected=_ids(p.expected), hazards=_ids(p.hazards)) for p in PROGRAMS],
-        detectors={"dry run": {p.name: _dry(p) for p in PROGRAMS}},
+        programs=[Truth(name=p.name, expected=_list_ids(p.expected), hazards=_list_ids(p.hazards)) for p in PROGRAMS],
+        detectors={"dry run": {p.name: _run_dry(p) for p in PROGRAMS}},
     )
     if torch.cuda.is_available():
         _measure_gpu(run, folder, checks)
     else:
         with emulate_debug_mode():
-            run.detectors["set_sync_debug_mode"] = _debug_mode_of_all(torch.device("cuda"))
+            run.detectors["set_sync_debug_mode"] = _run_debug_mode_on_all(torch.device("cuda"))
             _check_all(run, checks, torch.device("cuda"))
     return run
 
@@ -63,31 +63,31 @@ def _measure_gpu(run: CorpusRun, folder: Path, checks: Sequence[str]) -> None:
         for _ in range(WARM_UPS):
             p.run(make_inputs(device))
         torch.cuda.synchronize()
-    run.queued_ms = _held_up(None, device)
+    run.queued_ms = _measure_held_ms(None, device)
     for truth, p in zip(run.programs, PROGRAMS, strict=True):
-        truth.held_up_ms = min(_held_up(p, device) for _ in range(3))
-    run.detectors["set_sync_debug_mode"] = _debug_mode_of_all(device)
-    # Before live detection: torch's callbacks, which stay, lose an exception that is under way when memory is freed.
+        truth.held_up_ms = min(_measure_held_ms(p, device) for _ in range(3))
+    run.detectors["set_sync_debug_mode"] = _run_debug_mode_on_all(device)
+    # This precedes live detection, because torch's callbacks stay, and lose an exception that is raised while memory is freed.
     _check_all(run, checks, device)
     for name, (sync, stacks) in TRACES.items():
         path = folder / f"corpus-{name}.json"
-        _record(path, device, sync=sync, stacks=stacks)
-        run.detectors[f"scan, {_words(sync=sync, stacks=stacks)}"] = seen_in(path)
-    run.detectors["live"] = {p.name: _live(p, device) for p in PROGRAMS}
+        _record_trace(path, device, sync=sync, stacks=stacks)
+        run.detectors[f"scan, {_format_trace(sync=sync, stacks=stacks)}"] = read_trace_findings(path)
+    run.detectors["live"] = {p.name: _run_live(p, device) for p in PROGRAMS}
 
 
-def _debug_mode_of_all(device: torch.device) -> dict[str, Seen]:
-    return {p.name: _debug_mode(p, device) for p in PROGRAMS}
+def _run_debug_mode_on_all(device: torch.device) -> dict[str, Seen]:
+    return {p.name: _run_debug_mode(p, device) for p in PROGRAMS}
 
 
 def _check_all(run: CorpusRun, checks: Sequence[str], device: torch.device) -> None:
     for check, mode in itertools.product(checks, MODES):
         version, _, file = check.partition("=")
-        run.detectors[f"vLLM {version}, {mode}"] = _vllm(Path(file), mode, device)
+        run.detectors[f"vLLM {version}, {mode}"] = _run_vllm_check(Path(file), mode, device)
 
 
-def seen_in(trace: Path) -> dict[str, Seen]:
-    """Return what `scan` finds in a recorded trace of the corpus, program by program."""
+def read_trace_findings(trace: Path) -> dict[str, Seen]:
+    """Return the findings of `scan` in a recorded trace of the corpus, by program."""
     seen = {p.name: Seen() for p in PROGRAMS}
     for site in scan_traces([trace], root=Path.cwd()).sites:
         program = seen.get(site.range.removeprefix(RANGE))
@@ -96,15 +96,15 @@ def seen_in(trace: Path) -> dict[str, Seen]:
     return seen
 
 
-def _ids(rules: tuple[object, ...]) -> list[str]:
+def _list_ids(rules: tuple[object, ...]) -> list[str]:
     return [rule.id for rule in rules]  # type: ignore[attr-defined]
 
 
-def _words(*, sync: bool, stacks: bool) -> str:
+def _format_trace(*, sync: bool, stacks: bool) -> str:
     return f"{'with' if sync else 'no'} cuda_sync, {'with' if stacks else 'no'} stacks"
 
 
-def _dry(p: Program) -> Seen:
+def _run_dry(p: Program) -> Seen:
     with dry_run() as run:
         inputs = make_inputs(torch.device("cuda"))
         before = len(run.syncs)
@@ -113,7 +113,7 @@ def _dry(p: Program) -> Seen:
     return Seen(syncs=[s.rule for s in found if not s.may_block], hazards=[s.rule for s in found if s.may_block])
 
 
-def _live(p: Program, device: torch.device) -> Seen:
+def _run_live(p: Program, device: torch.device) -> Seen:
     from dcpbench.syncs.live import watch
 
     inputs = make_inputs(device)
@@ -123,22 +123,22 @@ def _live(p: Program, device: torch.device) -> Seen:
     return Seen(syncs=[s.rule for s in seen.syncs], hazards=[s.rule for s in seen.hazards])
 
 
-def _debug_mode(p: Program, device: torch.device) -> Seen:
-    """Return what torch's own detector reports: that something waits, but not what."""
+def _run_debug_mode(p: Program, device: torch.device) -> Seen:
+    """Return the reports of torch's debug mode, which do not name the kind of wait."""
     inputs = make_inputs(device)
     torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             p.run(inputs)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return Seen(syncs=["" for w in said if "called a synchronizing CUDA operation" in str(w.message)])
+    return Seen(syncs=["" for w in caught if "called a synchronizing CUDA operation" in str(w.message)])
 
 
-def _vllm(file: Path, mode: str, device: torch.device) -> dict[str, Seen]:
-    """Return what vLLM's check reports for each program."""
+def _run_vllm_check(file: Path, mode: str, device: torch.device) -> dict[str, Seen]:
+    """Return the reports of vLLM's check for each program."""
     seen: dict[str, Seen] = {}
     with load_check(file, mode) as check:
         for p in PROGRAMS:
@@ -149,16 +149,16 @@ def _vllm(file: Path, mode: str, device: torch.device) -> dict[str, Seen]:
 
 
 def attribute(reports: Reports, p: Program) -> Seen:
-    """Return the reports as findings: those of copies are hazards in a program that has hazards, else waits."""
+    """Return the reports as findings: reports of copies are hazards in a program with hazards, otherwise waits."""
     syncs, hazards = ([], [""] * reports.copies) if p.hazards else ([""] * reports.copies, [])
     return Seen(syncs=[""] * reports.syncs + syncs, hazards=hazards)
 
 
-def _held_up(p: Program | None, device: torch.device) -> float:
-    """Milliseconds until the host comes back from a program behind queued work; without a program, from the work."""
+def _measure_held_ms(p: Program | None, device: torch.device) -> float:
+    """Return the ms until a program behind queued work returns; without a program, until the work ends."""
     inputs = make_inputs(device)
     torch.cuda.synchronize()
-    torch.cuda._sleep(QUEUED_CYCLES)  # noqa: SLF001 - torch's only kernel that lasts as long as one wants
+    torch.cuda._sleep(QUEUED_CYCLES)  # noqa: SLF001 - torch's only kernel of a given duration
     start = time.perf_counter()
     if p is None:
         torch.cuda.synchronize()
@@ -169,14 +169,14 @@ def _held_up(p: Program | None, device: torch.device) -> float:
     return elapsed * 1e3
 
 
-def _record(path: Path, device: torch.device, *, sync: bool, stacks: bool) -> None:
-    """A trace of all programs, each in its range and behind a little work."""
+def _record_trace(path: Path, device: torch.device, *, sync: bool, stacks: bool) -> None:
+    """Record a trace of all programs, each in its range and behind a little work."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     config = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=sync)  # noqa: SLF001 - there is no public name
     with torch.profiler.profile(activities=activities, with_stack=stacks, experimental_config=config) as profiler:
         for p in PROGRAMS:
             inputs = make_inputs(device)
-            # Else a program that empties the cache gives back what others have left in it.
+            # Otherwise a program that empties the cache frees the memory of other programs.
             torch.cuda.empty_cache()
             torch.cuda.synchronize()
             torch.cuda._sleep(SHORT_CYCLES)  # noqa: SLF001
@@ -189,5 +189,5 @@ def _record(path: Path, device: torch.device, *, sync: bool, stacks: bool) -> No
 if __name__ == "__main__":
     target = Path(sys.argv[1])
     (target / "corpus.json").write_bytes(
-        msgspec.json.format(msgspec.json.encode(measure(target, sys.argv[2:])), indent=1)
+        msgspec.json.format(msgspec.json.encode(measure_corpus(target, sys.argv[2:])), indent=1)
     )

@@ -1,7 +1,7 @@
-"""The corpus: every program with the synchronisations that it makes.
+"""List the programs of the corpus with their synchronisations.
 
-The truth was measured on an H200 with torch 2.11 and CUDA 13.0 behind a queue of GPU work: a program blocks if, and
-only if, the host comes back late. `results/` holds the record.
+The synchronisations were measured on an H200 with torch 2.11 and CUDA 13.0 behind queued GPU work: a program blocks if and only if it
+returns late. `results/` has the record.
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One small program.
-
-    `expected` has a rule for each host-blocking call that it makes; empty where it makes none.
-    """
+    """Hold one small program; `expected` has a rule for each of its blocking calls."""
 
     run: Callable[[Inputs], None]
     expected: tuple[Rule, ...] = ()
-    hazards: tuple[Rule, ...] = ()  # rules of what could wait but does not at this size: `may_block`, in no total
+    hazards: tuple[Rule, ...] = ()  # rules of calls that may block, but do not at this size; totals leave them out
 
     @property
     def name(self) -> str:
-        """Name of its function, which is where its sites are found."""
+        """Return the name of the function, which is that of its sites."""
         return self.run.__name__
 
 

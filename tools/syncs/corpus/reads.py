@@ -1,4 +1,4 @@
-"""Programs that read values of the GPU into Python, or need them to know a size."""
+"""Define programs that read values from the GPU into Python, or need them to know a size."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def bool_all(i: Inputs) -> None:
 
 
 def item(i: Inputs) -> None:
-    """One value."""
+    """Read one value."""
     i.x_RC[0, 0].item()
 
 
 def if_tensor(i: Inputs) -> None:
-    """A branch on a tensor."""
+    """Branch on a tensor."""
     if i.five > 3:
         i.five.add_(0)
 
@@ -41,43 +41,43 @@ def slice_gpu_scalar(i: Inputs) -> None:
 
 
 def arange_gpu_scalar(i: Inputs) -> None:
-    """A factory's size from the GPU."""
+    """Make a tensor with a size from the GPU."""
     torch.arange(i.five, device=i.device)  # type: ignore[call-overload]
 
 
 def full_gpu_fill(i: Inputs) -> None:
-    """A factory's fill value from the GPU."""
+    """Fill a tensor with a value from the GPU."""
     torch.full((3,), i.five, device=i.device)  # type: ignore[call-overload]
 
 
 def equal(i: Inputs) -> None:
-    """Two tensors that share their memory are equal without looking."""
+    """Compare a tensor with itself, which reads no values."""
     torch.equal(i.x_RC, i.x_RC)
 
 
 def equal_other(i: Inputs) -> None:
-    """Two tensors that do not share their memory must be compared."""
+    """Compare two tensors with separate memory."""
     torch.equal(i.x_RC, i.pool_RC)
 
 
 def allclose(i: Inputs) -> None:
-    """A comparison that ends in a Python bool."""
+    """Compare approximately, which returns a Python bool."""
     torch.allclose(i.x_RC, i.pool_RC)
 
 
 def isnan_any_assert(i: Inputs) -> None:
-    """An assertion that stays on the GPU."""
+    """Assert on the GPU."""
     torch._assert_async(torch.isnan(i.x_RC).any().logical_not())  # noqa: SLF001 - torch's only assertion that does not wait
 
 
 def print_tensor(i: Inputs) -> None:
-    """Printing looks at values to choose a format."""
+    """Print a tensor, which reads values to choose a format."""
     with Path(os.devnull).open("w") as nowhere:
         print(i.x_RC[0, :4], file=nowhere)
 
 
 def nonzero(i: Inputs) -> None:
-    """Indices of true elements."""
+    """Return the indices of true elements."""
     torch.nonzero(i.mask_R)
 
 
@@ -87,7 +87,7 @@ def nonzero_static(i: Inputs) -> None:
 
 
 def argwhere(i: Inputs) -> None:
-    """The same under another name."""
+    """Return the indices of true elements by argwhere."""
     torch.argwhere(i.mask_R)
 
 
@@ -97,42 +97,42 @@ def where_one_argument(i: Inputs) -> None:
 
 
 def getitem_boolmask(i: Inputs) -> None:
-    """Rows by a mask."""
+    """Select rows by a mask."""
     i.x_RC[i.mask_R]
 
 
 def masked_select(i: Inputs) -> None:
-    """Elements by a mask."""
+    """Select elements by a mask."""
     torch.masked_select(i.x_RC, i.mask_R[:, None])
 
 
 def setitem_boolmask_scalar(i: Inputs) -> None:
-    """A number into masked rows is a masked fill."""
+    """Set masked rows to a number, which is a masked fill."""
     i.x_RC[i.mask_R] = 1.0
 
 
 def setitem_boolmask_tensor(i: Inputs) -> None:
-    """Masked rows into masked rows: both sides need the count."""
+    """Copy masked rows into masked rows; both sides need the count."""
     i.pool_RC[i.mask_R] = i.x_RC[i.mask_R]
 
 
 def index_put_bool_tensor(i: Inputs) -> None:
-    """A tensor into masked rows."""
+    """Copy a tensor into masked rows."""
     i.pool_RC.index_put_((i.mask_R,), i.x_RC[: 64 // 4])
 
 
 def masked_fill(i: Inputs) -> None:
-    """A fill with a Python number."""
+    """Fill with a Python number."""
     i.x_RC.masked_fill_(i.mask_R[:, None], 0.0)
 
 
 def unique(i: Inputs) -> None:
-    """Distinct values."""
+    """Return distinct values."""
     torch.unique(i.ints_R)
 
 
 def repeat_interleave(i: Inputs) -> None:
-    """Repeats on the GPU: a check of their signs, and their sum."""
+    """Repeat by numbers on the GPU, with a check of their signs and their sum."""
     torch.repeat_interleave(i.x_RC, i.repeats_R, dim=0)
 
 
@@ -142,22 +142,22 @@ def repeat_interleave_output_size(i: Inputs) -> None:
 
 
 def bincount(i: Inputs) -> None:
-    """A histogram of integers needs the smallest and the largest."""
+    """Count integers, which needs the smallest and the largest."""
     torch.bincount(i.ints_R)
 
 
 def bincount_minlength(i: Inputs) -> None:
-    """A minimal length does not spare it."""
+    """Count integers with a minimum length, which needs the same values."""
     torch.bincount(i.ints_R, minlength=8)
 
 
 def histc(i: Inputs) -> None:
-    """A histogram of floats needs its limits."""
+    """Make a histogram of floats, which needs its limits."""
     torch.histc(i.x_RC, bins=8)
 
 
 def one_hot(i: Inputs) -> None:
-    """The number of classes is the largest value."""
+    """Encode without a number of classes, which needs the largest value."""
     torch.nn.functional.one_hot(i.ints_R)
 
 
@@ -167,22 +167,22 @@ def one_hot_num_classes(i: Inputs) -> None:
 
 
 def linalg_inv(i: Inputs) -> None:
-    """The error check reads a status."""
+    """Invert a matrix with an error check, which reads a status."""
     torch.linalg.inv(i.square_CC)
 
 
 def normal_std(i: Inputs) -> None:
-    """Standard deviations on the GPU are checked to be positive."""
+    """Draw with standard deviations on the GPU, which are checked to be positive."""
     torch.normal(i.x_RC, i.x_RC.abs() + 1)
 
 
 def sub_alpha(i: Inputs) -> None:
-    """`alpha` is a Python number, so a tensor is read."""
+    """Subtract with a tensor as `alpha`, which becomes a Python number."""
     i.x_RC.sub(i.pool_RC, alpha=i.five)  # type: ignore[arg-type]
 
 
 def in_a_thread(i: Inputs) -> None:
-    """One value, read on another thread."""
+    """Read one value on another thread."""
     thread = threading.Thread(target=item, args=(i,), name="reader")
     thread.start()
     thread.join()
@@ -194,12 +194,12 @@ def topk(i: Inputs) -> None:
 
 
 def sort(i: Inputs) -> None:
-    """The size is the input's."""
+    """Sort; the result has the size of the input."""
     torch.sort(i.x_RC)
 
 
 def cumsum(i: Inputs) -> None:
-    """The size is the input's."""
+    """Sum cumulatively; the result has the size of the input."""
     torch.cumsum(i.ints_R, 0)
 
 
@@ -214,17 +214,17 @@ def randperm(i: Inputs) -> None:
 
 
 def searchsorted(i: Inputs) -> None:
-    """The size is the input's."""
+    """Search sorted values; the result has the size of the input."""
     torch.searchsorted(i.x_RC[:, 0].contiguous(), i.x_RC[:, 1].contiguous())
 
 
 def scatter(i: Inputs) -> None:
-    """Indices on the GPU stay there."""
+    """Scatter by indices on the GPU."""
     i.pool_RC.scatter_(0, i.ints_R[:, None].expand(-1, 16), i.x_RC)
 
 
 def index_select(i: Inputs) -> None:
-    """Indices on the GPU stay there."""
+    """Select rows by indices on the GPU."""
     i.x_RC.index_select(0, i.ints_R)
 
 
@@ -234,12 +234,12 @@ def index_put_accumulate(i: Inputs) -> None:
 
 
 def clip_grad(i: Inputs) -> None:
-    """The norm stays on the GPU."""
+    """Clip a gradient; the norm stays on the GPU."""
     weight = torch.nn.Parameter(i.pool_RC)
     weight.grad = i.x_RC
     torch.nn.utils.clip_grad_norm_([weight], 1.0)
 
 
 def pad_sequence(i: Inputs) -> None:
-    """Lengths are shapes, which the host knows."""
+    """Pad sequences whose lengths the host knows."""
     torch.nn.utils.rnn.pad_sequence([i.x_RC[:3], i.x_RC[:5]], batch_first=True)

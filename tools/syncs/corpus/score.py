@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class Seen(msgspec.Struct, kw_only=True):
-    """Hold what one detector reports for one program: a rule id for each synchronisation."""
+    """Hold the reports of one detector for one program: a rule id for each synchronisation."""
 
     syncs: list[str] = []
     hazards: list[str] = []  # rules of operations that only may block
 
 
 class Truth(msgspec.Struct, kw_only=True):
-    """Hold the true behaviour of one program."""
+    """Hold the known synchronisations of one program."""
 
     name: str
     expected: list[str] = []
@@ -67,12 +67,12 @@ class Score(msgspec.Struct, kw_only=True):
         return self.found / max(1, self.found + self.false)
 
 
-def score(run: CorpusRun) -> list[Score]:
+def score_detectors(run: CorpusRun) -> list[Score]:
     """Return a score for each detector of a run, over the programs that it saw."""
-    return [_score(name, seen, run.programs) for name, seen in run.detectors.items()]
+    return [_score_detector(name, seen, run.programs) for name, seen in run.detectors.items()]
 
 
-def _score(detector: str, seen: dict[str, Seen], programs: list[Truth]) -> Score:
+def _score_detector(detector: str, seen: dict[str, Seen], programs: list[Truth]) -> Score:
     counts = dict.fromkeys(
         ("true", "found", "false", "named", "hazards", "hazards_found", "programs", "programs_found"), 0
     )
@@ -98,10 +98,10 @@ def _score(detector: str, seen: dict[str, Seen], programs: list[Truth]) -> Score
     return result
 
 
-def contradictions(run: CorpusRun) -> list[str]:
+def find_contradictions(run: CorpusRun) -> list[str]:
     """Return the programs with an expectation that the clock contradicts.
 
-    Such a program is held up without a wait, or returns at once in spite of one. A program is held up if it returns
+    Such a program is held up without a known wait, or returns at once in spite of one. A program is held up if it returns
     after more than half of the GPU work that was queued before it.
     """
     if run.queued_ms is None:
@@ -113,8 +113,8 @@ def contradictions(run: CorpusRun) -> list[str]:
     ]
 
 
-def markdown(runs: Sequence[CorpusRun]) -> str:
-    """Return the table of docs/syncs-detectors.md; runs with the same expectations share one."""
+def format_runs(runs: Sequence[CorpusRun]) -> str:
+    """Format the tables of docs/syncs-detectors.md; runs with the same expectations share one."""
     tables: dict[bytes, list[CorpusRun]] = {}
     for run in runs:
         expected = [(p.name, p.expected, p.hazards) for p in run.programs]
@@ -133,14 +133,16 @@ def _format_runs(runs: Sequence[CorpusRun]) -> str:
         "| detector | waits found | false | right kind | may block | programs found |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    scores = [(name, s) for run, names in _name_detectors(runs) for name, s in zip(names, score(run), strict=True)]
-    rows = _group(
+    scores = [
+        (name, s) for run, names in _name_detectors(runs) for name, s in zip(names, score_detectors(run), strict=True)
+    ]
+    rows = _group_detectors(
         (name, f"{s.found} | {s.false} | {s.named} | {s.hazards_found} | {s.programs_found}") for name, s in scores
     )
     lines += [f"| {detectors} | {numbers} |" for numbers, detectors in rows.items()]
-    wrong = _group((name, ", ".join(s.wrong)) for name, s in scores if s.wrong)
+    wrong = _group_detectors((name, ", ".join(s.wrong)) for name, s in scores if s.wrong)
     notes = [f"- {detectors}: {names}" for names, detectors in wrong.items()]
-    notes += [f"- **the clock disagrees** on {run.device}: {text}" for run in runs for text in contradictions(run)]
+    notes += [f"- **the clock disagrees** on {run.device}: {text}" for run in runs for text in find_contradictions(run)]
     if notes:
         lines += ["", "Nothing, or too much, is found in:", "", *notes]
     return "\n".join(lines) + "\n"
@@ -153,7 +155,7 @@ def _name_detectors(runs: Sequence[CorpusRun]) -> Iterator[tuple[CorpusRun, list
         yield run, [f"{name}{suffix}" for name in run.detectors]
 
 
-def _group(found: Iterable[tuple[str, T]]) -> dict[T, str]:
+def _group_detectors(found: Iterable[tuple[str, T]]) -> dict[T, str]:
     """Return the detectors of each finding, in the order of the first."""
     detectors: dict[T, list[str]] = {}
     for detector, finding in found:
@@ -162,9 +164,9 @@ def _group(found: Iterable[tuple[str, T]]) -> dict[T, str]:
 
 
 def format_programs(runs: Sequence[CorpusRun]) -> str:
-    """Return a table of the waits that each detector of the runs finds in each program; `(n)` are calls that may block.
+    """Format a table of the waits that each detector finds in each program; `(n)` are calls that may block.
 
-    Detectors that find the same everywhere share a column. The clock is that of the first run.
+    Detectors with equal findings share a column. The clock is that of the first run.
     """
     first = runs[0]
     columns = {
@@ -174,7 +176,9 @@ def format_programs(runs: Sequence[CorpusRun]) -> str:
         for run, names in _name_detectors(runs)
         for name, seen in zip(names, run.detectors.values(), strict=True)
     }
-    grouped = {names: column for column, names in _group((name, column) for name, column in columns.items()).items()}
+    grouped = {
+        names: column for column, names in _group_detectors((name, column) for name, column in columns.items()).items()
+    }
     heads = ["program", "held up ms", "waits", *grouped]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
     for program, *counts in zip(first.programs, *grouped.values(), strict=True):

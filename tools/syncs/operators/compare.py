@@ -5,6 +5,7 @@ MEASURED is the record that measure.py writes, PREDICTED what predict.py writes,
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gzip
 import json
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MIN_WAIT_SHARE = 0.65  # share of the queued work for which a call that waits holds the host up
+MIN_WAIT_SHARE = 0.65  # minimum share of the queued work for which a waiting call holds the host up
 SYNCHRONISING = frozenset(
     {"cudaStreamSynchronize", "Stream Sync", "cudaEventSynchronize", "cudaMemcpy", "cudaFree", "Event Sync"}
 )
@@ -24,33 +25,26 @@ COPIES = ("Memcpy DtoH", "Memcpy HtoD (Pageable")
 
 @dataclasses.dataclass
 class Measurement:
-    """Record of one GPU."""
+    """Hold the record of one GPU."""
 
     head: dict[str, Any]
     groups: list[dict[str, Any]]
 
-    def held_up(self, call: dict[str, Any]) -> bool:
-        """Return whether the host came back only after most of the queued work."""
+    def is_held_up(self, call: dict[str, Any]) -> bool:
+        """Return True if the call returned only after most of the queued work."""
         return bool(call["ms"] > MIN_WAIT_SHARE * self.head["queued_ms"])
 
-    def waited(self, call: dict[str, Any]) -> bool:
-        """Return whether the call held the host up and made a synchronising call; loading a kernel does only the first."""
+    def has_waited(self, call: dict[str, Any]) -> bool:
+        """Return True if the call held the host up and made a synchronising call; loading a kernel only holds the host up."""
         known = any(name in SYNCHRONISING or name.startswith(COPIES) for name in call.get("events", {}))
-        return self.held_up(call) and (known or bool(call.get("warned")))
+        return self.is_held_up(call) and (known or bool(call.get("warned")))
 
-    def cases(self) -> dict[str, bool]:
-        """Return for each case whether it waited."""
+    def map_cases(self) -> dict[str, bool]:
+        """Return True for each case that waited, by name."""
         calls = (call for group in self.groups for call in group["calls"])
-        return {call["what"]: self.waited(call) for call in calls if not call["leaf"]}
+        return {call["what"]: self.has_waited(call) for call in calls if not call["leaf"]}
 
-    def operators(self) -> dict[str, bool]:
-        """Return for each measured overload, such as `aten.add.Tensor`, whether it ever waited."""
-        found: dict[str, bool] = {}
-        for call in self.operator_calls():
-            found[call["what"]] = found.get(call["what"], False) or self.waited(call)
-        return found
-
-    def operator_calls(self) -> Iterator[dict[str, Any]]:
+    def iter_operator_calls(self) -> Iterator[dict[str, Any]]:
         """Yield the calls of single overloads."""
         for group in self.groups:
             yield from (call for call in group["calls"] if call["leaf"])
@@ -71,7 +65,7 @@ def read_predictions(paths: list[Path]) -> dict[str, dict[str, Any]]:
 
 def main(measured: Path, predicted: list[Path]) -> None:
     """Print the cases in which prediction and measurement differ, and their number."""
-    cases, predictions = read_measurement(measured).cases(), read_predictions(predicted)
+    cases, predictions = read_measurement(measured).map_cases(), read_predictions(predicted)
     both = [name for name in cases if name in predictions]
     missed = [name for name in both if cases[name] and not predictions[name]["waits"]]
     false = [name for name in both if predictions[name]["waits"] and not cases[name]]
@@ -80,10 +74,14 @@ def main(measured: Path, predicted: list[Path]) -> None:
             sys.stdout.write(f"{kind}: {name} {predictions[name]['waits']}\n")
     waiting = sum(cases[name] for name in both)
     sys.stdout.write(
-        f"{len(both)} cases that both have, {waiting} waited, {len(missed)} missed, {len(false)} false; "
+        f"{len(both)} cases in both files, {waiting} waited, {len(missed)} missed, {len(false)} false; "
         f"{len(cases) - len(both)} measured ones have no prediction\n"
     )
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Path(path) for path in sys.argv[2:]])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("measured", type=Path, metavar="MEASURED")
+    parser.add_argument("predicted", nargs="+", type=Path, metavar="PREDICTED")
+    args = parser.parse_args()
+    main(args.measured, args.predicted)

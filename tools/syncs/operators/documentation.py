@@ -1,4 +1,4 @@
-"""Find the functions of torch whose documentation speaks of synchronisation."""
+"""Find the functions of torch with documentation that mentions synchronisation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NAMED = re.compile(  # what the docstring of a synchronising function contains
+NAMED = re.compile(  # text in the docstring of a synchronising function
     r"synchroni[sz]|(?:CPU-GPU|GPU -> CPU) sync|\bblock(?:s|ing)? the (?:cpu|current) thread", re.IGNORECASE
 )
 MODULES = (  # namespaces with the functions that the documentation describes
@@ -45,7 +45,7 @@ MODULES = (  # namespaces with the functions that the documentation describes
     "torch.sparse",
     "torch.special",
 )
-UNMEASURED = {  # functions whose docstring speaks of synchronisation and that have no case here, and why
+UNMEASURED = {  # functions with such a docstring that are not measured, with the reason
     "torch.Event.wait": "one stream waits for another, as torch.cuda.Stream.wait_event does",
     "torch.Stream": "a class; its methods are measured",
     "torch.Stream.record_event": "the argument of a wait, not a wait",
@@ -70,7 +70,7 @@ UNMEASURED = {  # functions whose docstring speaks of synchronisation and that h
 
 
 def find_named() -> Iterator[str]:
-    """Yield the functions of the installed torch whose docstring speaks of synchronisation."""
+    """Yield the functions of the installed torch with a docstring that mentions synchronisation."""
     for module in MODULES:
         holder = _find(module)
         for name in sorted(vars(holder) if inspect.isclass(holder) else dir(holder)):

@@ -1,4 +1,4 @@
-"""Calls that torch's documentation names as synchronising, that profiles of real engines met, and that resemble them.
+"""List calls that torch's documentation names as synchronising, calls in profiles of real engines, and similar calls.
 
 Each is a separate case (`documented:NAME`), which measure.py runs on a GPU and predict.py in a dry run.
 """
@@ -26,7 +26,7 @@ RELATED = "related"  # not named by the documentation
 
 @dataclasses.dataclass(frozen=True)
 class Documented:
-    """One call, and where it is named."""
+    """Hold one call, and the place that names it."""
 
     api: str  # name of the function in torch
     variant: str  # what distinguishes this call from others of the function
@@ -35,7 +35,7 @@ class Documented:
 
     @property
     def name(self) -> str:
-        """Name of the case."""
+        """Return the name of the case."""
         return f"{self.api} {self.variant}".strip()
 
 
@@ -43,7 +43,7 @@ _CASES: list[Documented] = []
 
 
 def _add(api: str, variant: str, named_by: str, call: Callable[..., Any], *arguments: Callable[[str], Any]) -> None:
-    """Add a case that calls a function of arguments, which are made on the device for each call."""
+    """Add a case that calls a function with arguments that are made on the device for each call."""
 
     def make(device: str) -> Callable[[], Any]:
         torch.manual_seed(0)
@@ -183,7 +183,7 @@ def _factor(function: Callable[..., Any]) -> Callable[[str], Any]:
 
 
 def _add_shapes() -> None:
-    """Add operators whose result has a size that depends on values, and their counterparts that do not wait."""
+    """Add operators with result sizes that depend on values, and similar ones that do not wait."""
     x, mask, ints = _floats(64, 16), _mask(64), _ints(64)
     for function, named_by in ((torch.nonzero, GUIDE), (torch.argwhere, DOCSTRING), (torch.where, RELATED)):
         _add(f"torch.{function.__name__}", "", named_by, function, mask)
@@ -333,7 +333,7 @@ def _with_gradient(device: str) -> torch.Tensor:
 
 
 def _add_copies() -> None:
-    """Add copies between host and GPU: both directions, both kinds of memory, waiting or not."""
+    """Add copies between host and GPU, in both directions, with both kinds of memory, waiting or not."""
     there = _floats(64, 16)
     for pinned in (False, True):
         kind = "pinned" if pinned else "pageable"
@@ -385,7 +385,7 @@ def _save_on_cpu(*, pin: bool) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _add_waits() -> None:
-    """Add calls that wait by name, and those by which one stream waits for another."""
+    """Add calls that wait explicitly, and calls by which one stream waits for another."""
     _add("torch.cuda.synchronize", "", DOCSTRING, lambda d: torch.cuda.synchronize(d), _device)
     _add("torch.accelerator.synchronize", "", DOCSTRING, lambda d: torch.accelerator.synchronize(d), _device)
     _add("torch.cuda.Stream.synchronize", "", DOCSTRING, lambda d: torch.cuda.current_stream(d).synchronize(), _device)
@@ -441,7 +441,7 @@ def _capture(x: torch.Tensor) -> None:
 
 
 def _add_training() -> None:
-    """Add what training uses: gradient scaling, losses, layers that look at values."""
+    """Add calls of training: gradient scaling, losses, and layers that read values."""
     functional = torch.nn.functional
     for name, call in (
         ("unscale_", lambda s: s[0].unscale_(s[1])),
@@ -483,7 +483,7 @@ def _add_training() -> None:
 
 
 def _anew(call: Callable[[Any], Any]) -> Callable[[str], Any]:
-    """Call with a scaler that has scaled a loss, and its optimizer, which are made for each call."""
+    """Return a function that calls `call` with a new scaler, which has scaled a loss, and its optimizer."""
 
     def run(device: str) -> Any:
         weight = torch.nn.Parameter(torch.ones(4, device=device))
@@ -595,7 +595,7 @@ VLLM, SGLANG = "vLLM 0.26.0", "SGLang 0.5.17"
 
 
 def _add_engines() -> None:
-    """Add the calls at which profiles of real engines show waits and copies that may block."""
+    """Add calls at which profiles of real engines have waits, or copies that may block."""
     lengths = _ints(8)
     _add("torch.Tensor.to", "cpu, lengths of a plan", f"{SGLANG}, plan of flashinfer", lambda a: a.to("cpu"), lengths)
     _add("torch.Tensor.item", "longest of a batch", f"{SGLANG}, update", lambda a: a.max().item(), lengths)
@@ -648,7 +648,7 @@ def _wait_for_past_event(device: str) -> None:
     _PAST.append(torch.cuda.current_stream(device).record_event())
 
 
-def documented() -> dict[str, Documented]:
+def list_documented() -> dict[str, Documented]:
     """Return all cases by name."""
     if not _CASES:
         for add in (

@@ -1,9 +1,9 @@
 """Measure on a GPU which operators make the host wait: `python -m tools.syncs.operators.measure FILE WORKERS LIMIT_S [KIND …]`.
 
-A KIND is one of `KINDS` of cases.py; without one, all are measured. Each case runs three times: once to load kernels; once plainly,
-behind queued GPU work, forward and backward; and once with every operator that reaches a kernel behind queued work of its own. An
-operator waits if the host comes back only after the queued work. torch's profiler counts the synchronising calls of the CUDA runtime
-and driver, and torch.cuda.set_sync_debug_mode its warnings.
+A KIND is one of `KINDS` of cases.py; by default all are measured. Each case runs three times: once to load kernels; once behind queued
+GPU work, forward and backward; and once with separate queued work before every operator that reaches a kernel. An operator waits if it
+returns only after the queued work. torch's profiler counts the synchronising calls of the CUDA runtime and driver, and the warnings of
+torch.cuda.set_sync_debug_mode are counted.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tools.syncs.operators.cases import KINDS, Case, cases, groups
+from tools.syncs.operators.cases import KINDS, Case, list_groups, make_cases
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 QUEUED_CYCLES = 20_000_000  # about 10 ms on an H200
-MARGIN_S = 0.002  # before and after a call, for events without a link to an operator
+MARGIN_S = 0.002  # time before and after a call, for events without a link to an operator
 WARNING = "called a synchronizing CUDA operation"
 MAX_CALLS = 12  # measured calls of one overload in one group
-MAX_CALLS_IN_ALL = 60  # and in one process
+MAX_CALLS_IN_ALL = 60  # measured calls of one overload in one process
 MAX_GROUP_S = 20.0
 RANGE = "dcpbench#"
 
@@ -39,8 +39,8 @@ RANGE = "dcpbench#"
 IN_ALL: collections.Counter[str] = collections.Counter()  # calls of each overload in this process
 
 
-def queued_ms() -> float:
-    """Measure how long the queued work lasts on an idle GPU."""
+def measure_queued_ms() -> float:
+    """Measure the duration of the queued work on an idle GPU, in ms."""
     torch.cuda._sleep(QUEUED_CYCLES)
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -50,13 +50,13 @@ def queued_ms() -> float:
 
 
 class Meter:
-    """Run calls behind queued GPU work and remember how long the host was held up."""
+    """Run calls behind queued GPU work, and record the time until they return."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
 
     def time(self, what: str, call: Any, **facts: Any) -> Any:
-        """Run the call behind queued work; its record gets the synchronising calls from the profiler later."""
+        """Run and record a call behind queued work; `_count_syncs` adds the synchronising calls from the profiler."""
         torch.cuda.synchronize()
         torch.cuda._sleep(QUEUED_CYCLES)
         with (
@@ -100,30 +100,30 @@ class Leaves(TorchDispatchMode):
         return self.meter.time(str(func), lambda: func(*args, **kwargs), leaf=True)
 
 
-def measure(group: str) -> dict[str, Any]:
-    """Measure all cases of a group; what fails is named."""
+def measure_group(group: str) -> dict[str, Any]:
+    """Measure all cases of a group; return the calls and the first failures."""
     seen: collections.Counter[str] = collections.Counter()
     meter, failed = Meter(), []
     config = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     begun = time.perf_counter()
     with torch.profiler.profile(activities=activities, experimental_config=config) as profiler:
-        made = cases(group, "cuda")
+        made = make_cases(group, "cuda")
         while time.perf_counter() - begun < MAX_GROUP_S:
             try:
                 case = next(made, None)
                 if case is None:
                     break
-                _measure(case, meter, seen)
-            except Exception as error:  # whatever one operator raises must not end the others
+                _measure_case(case, meter, seen)
+            except Exception as error:  # an exception of one operator must not end the others
                 failed.append(f"{type(error).__name__}: {str(error)[:200]}")
                 if "CUDA error" in str(error):
                     raise
-    _count(profiler, meter)
+    _count_syncs(profiler, meter)
     return {"group": group, "calls": meter.calls, "failed": failed[:5]}
 
 
-def _measure(case: Case, meter: Meter, seen: collections.Counter[str]) -> None:
+def _measure_case(case: Case, meter: Meter, seen: collections.Counter[str]) -> None:
     with torch.autograd.set_multithreading_enabled(False):
         result = case.run()
         backward = case.backward(result)
@@ -139,20 +139,20 @@ def _measure(case: Case, meter: Meter, seen: collections.Counter[str]) -> None:
                 backward()
 
 
-def _count(profiler: Any, meter: Meter) -> None:
-    """Give each call the names of synchronising events inside its range."""
+def _count_syncs(profiler: Any, meter: Meter) -> None:
+    """Add the names of the synchronising events in its range to each call."""
     for index, names in count_events(profiler.profiler.kineto_results.events()).items():
         if index < len(meter.calls):
             meter.calls[index]["events"] = dict(names)
 
 
 def count_events(events: Sequence[Any]) -> dict[int, collections.Counter[str]]:
-    """Return for each range the names of its synchronising events.
+    """Count the synchronising events of each range by name.
 
     An event of CUDA belongs to the operator or range that it is linked to, as CUDA's clock can differ from the host's by some
     milliseconds. An event without a link belongs to the range around its time.
     """
-    ranges = sorted((_span(e), int(e.name().removeprefix(RANGE))) for e in events if e.name().startswith(RANGE))
+    ranges = sorted((_get_span(e), int(e.name().removeprefix(RANGE))) for e in events if e.name().startswith(RANGE))
     starts = [start for (start, _), _ in ranges]
 
     def find_range(event: Any) -> int | None:
@@ -171,12 +171,12 @@ def count_events(events: Sequence[Any]) -> dict[int, collections.Counter[str]]:
     return found
 
 
-def _span(event: Any) -> tuple[int, int]:
+def _get_span(event: Any) -> tuple[int, int]:
     return event.start_ns(), event.start_ns() + event.duration_ns()
 
 
 def _is_cuda(event: Any) -> bool:
-    """Return True for an event of CUDA's runtime or driver, or of the GPU, whose number is not that of an operator."""
+    """Return True for an event of CUDA's runtime or driver, or of the GPU; its number is not that of an operator."""
     return event.linked_correlation_id() != 0 or event.name().startswith("cu")
 
 
@@ -187,22 +187,22 @@ def _synchronises(name: str) -> bool:
     ) or name in {"Stream Sync", "Context Sync", "Event Sync", "Stream Wait Event"}
 
 
-def work(names: list[str], output: Path) -> None:
-    """Measure these groups one after another; each is a line of the output as soon as it is done."""
+def run_groups(names: list[str], output: Path) -> None:
+    """Measure these groups one after another, and write a line for each as soon as it is done."""
     warnings.simplefilter("ignore")
     if any(name.startswith(("op:", "module:")) for name in names):
-        groups()  # reads torch's database, which takes seconds
+        list_groups()  # reads torch's database, which takes seconds
     with output.open("a") as file:
         for name in names:
             file.write(json.dumps({"begin": name}) + "\n")
             file.flush()
-            file.write(json.dumps(measure(name)) + "\n")
+            file.write(json.dumps(measure_group(name)) + "\n")
             file.flush()
 
 
 def supervise(output: Path, workers: int, limit_s: float, kinds: Sequence[str] = KINDS) -> None:
-    """Split the groups among processes and start a process again behind the group that ended it."""
-    todo, deadline, queued = groups(kinds), time.monotonic() + limit_s, queued_ms()
+    """Split the groups among processes; restart a process behind the group that ended it."""
+    todo, deadline, queued = list_groups(kinds), time.monotonic() + limit_s, measure_queued_ms()
     shares = {output.with_suffix(f".{n}.jsonl"): todo[n::workers] for n in range(workers)}
     running: dict[Path, subprocess.Popen[bytes]] = {}
     while time.monotonic() < deadline:
@@ -210,7 +210,7 @@ def supervise(output: Path, workers: int, limit_s: float, kinds: Sequence[str] =
             process = running.get(path)
             if process is not None and process.poll() is None:
                 continue
-            left = share[_begun(path, share) :]
+            left = share[_count_begun(path, share) :]
             if left and (process is None or process.returncode):
                 argument = json.dumps(left)
                 running[path] = subprocess.Popen([sys.executable, "-m", __spec__.name, "--work", str(path), argument])
@@ -223,21 +223,21 @@ def supervise(output: Path, workers: int, limit_s: float, kinds: Sequence[str] =
     for process in running.values():
         process.kill()
     head = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__), "cuda": torch.version.cuda}
-    _join(
+    _join_parts(
         output,
         list(shares),
         head | {"queued_ms": round(queued - MARGIN_S * 1e3, 3), "margin_ms": MARGIN_S * 1e3, "linked": True},
     )
 
 
-def _begun(path: Path, share: list[str]) -> int:
+def _count_begun(path: Path, share: list[str]) -> int:
     if not path.exists():
         return 0
     names = {json.loads(line).get("begin") for line in path.read_text().splitlines() if line.endswith("}")}
     return max((n + 1 for n, name in enumerate(share) if name in names), default=0)
 
 
-def _join(output: Path, parts: list[Path], head: dict[str, Any]) -> None:
+def _join_parts(output: Path, parts: list[Path], head: dict[str, Any]) -> None:
     lines: list[str] = []
     for path in parts:
         written = path.read_text().splitlines() if path.exists() else []
@@ -248,6 +248,6 @@ def _join(output: Path, parts: list[Path], head: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--work":
-        work(json.loads(sys.argv[3]), Path(sys.argv[2]))
+        run_groups(json.loads(sys.argv[3]), Path(sys.argv[2]))
     else:
         supervise(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:] or KINDS)

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcpbench.syncs.dry_run import dry_run
-from tools.syncs.operators.cases import cases, groups
+from tools.syncs.operators.cases import list_groups, make_cases
 
 if TYPE_CHECKING:
     from dcpbench.syncs.dry_run import DryRun
 
 
 def predict(group: str) -> dict[str, Any]:
-    """Run a group's cases in one dry run; each call gets the operators that would wait."""
+    """Run the cases of a group in one dry run; return each call with the operators that would wait."""
     calls: list[dict[str, Any]] = []
     failed: list[str] = []
     case = None
     with dry_run() as run:
-        made = cases(group, "cuda")
+        made = make_cases(group, "cuda")
         while True:
             try:
                 case = next(made, None)
@@ -35,14 +35,14 @@ def predict(group: str) -> dict[str, Any]:
                 if backward:
                     _, waits, unmeasured = _watch(run, backward)
                     calls.append({"what": f"{case.name} backward", "waits": waits, "unmeasured": unmeasured})
-            except Exception as error:  # noqa: BLE001 - whatever one operator raises must not end the others
+            except Exception as error:  # noqa: BLE001 - an exception of one operator must not end the others
                 failed.append(f"{case.name if case else group}: {type(error).__name__}: {str(error)[:200]}")
         _leave_groups()
     return {"group": group, "calls": calls, "failed": failed}
 
 
 def _leave_groups() -> None:
-    """Destroy the process group of a case: a later dry run would not know its backend."""
+    """Destroy the process group of a case, because a later dry run would not know its backend."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -58,4 +58,4 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     output, *share = sys.argv[1:]
     part, of = map(int, share or ("0", "1"))
-    Path(output).write_text("".join(json.dumps(predict(group)) + "\n" for group in groups()[part::of]))
+    Path(output).write_text("".join(json.dumps(predict(group)) + "\n" for group in list_groups()[part::of]))

@@ -1,11 +1,12 @@
 """Write the tables of measured operators and calls: `python -m tools.syncs.operators.table operators|calls MEASURED …`.
 
 MEASURED are records that measure.py writes. `operators` prints dcpbench/syncs/dry_run/measured_operators.txt, `calls` the table
-of calls that torch's documentation or profiles of engines name, with those that the records do not hold.
+of calls that torch's documentation or profiles of engines name, including those without a measurement.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import re
 import sys
@@ -14,22 +15,27 @@ from typing import TYPE_CHECKING, Any
 
 from tools.syncs.operators.compare import Measurement, read_measurement
 from tools.syncs.operators.documentation import UNMEASURED
-from tools.syncs.operators.documented import documented
+from tools.syncs.operators.documented import list_documented
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-SLOW_ON_HOST = frozenset({"aten::_cudnn_rnn_backward"})  # operators that take milliseconds on the host, and do not wait
+SLOW_ON_HOST = frozenset({"aten::_cudnn_rnn_backward"})  # operators that take milliseconds on the host without a wait
 IN_CORPUS = (
     "aten::_assert_async",
     "aten::randperm",
-)  # used by programs of tools/syncs/corpus, with measured waits
+)  # operators of programs in tools/syncs/corpus, with measured waits
 HEAD = (
     "# Operators whose waits were measured: {device}, torch {torch}. Of those that wait: calls that waited, of all; the copies and runtime calls recorded.",
     "# Written by `python -m tools.syncs.operators.table operators` of the records of results/syncs-graphs_H200, which `make unpack` unpacks.",
     "# Some operators are in programs of tools/syncs/corpus alone.",
 )
-WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaFree")  # waiting calls as in a table
+WAITS = (
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cudaFree",
+)  # names of waiting calls in the table
 
 
 COPY = re.compile(r"Memcpy (?P<way>DtoH|HtoD) \((?:Device -> )?(?P<memory>Pageable|Pinned)(?: -> Device)?\)")
@@ -61,15 +67,15 @@ def _name_copies(call: dict[str, Any]) -> Iterator[str]:
 
 
 def format_operators(records: Sequence[Measurement]) -> str:
-    """Return the operators in alphabetical order, one in a line, below a comment."""
+    """Format the operators in alphabetical order, one per line, below a comment."""
     calls: collections.Counter[str] = collections.Counter()
     waited: collections.Counter[str] = collections.Counter()
     named: dict[str, set[str]] = collections.defaultdict(set)
     for record in records:
-        for call in record.operator_calls():
+        for call in record.iter_operator_calls():
             name = "::".join(call["what"].split(".")[:2])
             calls[name] += 1
-            if record.waited(call) and name not in SLOW_ON_HOST:
+            if record.has_waited(call) and name not in SLOW_ON_HOST:
                 waited[name] += 1
                 named[name].update(_name_copies(call))
                 # Without margins a synchronisation may be that of the calls before and after.
@@ -85,14 +91,14 @@ def format_operators(records: Sequence[Measurement]) -> str:
 
 
 def format_calls(records: Sequence[Measurement]) -> str:
-    """Return a row for each documented call: where it is named, whether it waits, by what, and what the debug mode reports."""
+    """Format a table with a row for each documented call: its source, its waits, and the reports of the debug mode."""
     measured: dict[str, tuple[Measurement, dict[str, Any]]] = {}
     for record in records:
         for group in record.groups:
             if group["group"].startswith("documented:"):
                 measured.update({call["what"]: (record, call) for call in group["calls"] if not call["leaf"]})
     lines = ["| call | named by | waits | by | debug mode |", "|---|---|---|---|--:|"]
-    for name, case in documented().items():
+    for name, case in list_documented().items():
         for row in (name, f"{name} backward"):
             if row in measured:
                 lines.append(f"| {row} | {case.named_by} | {_format_measured(*measured[row])} |")
@@ -104,11 +110,15 @@ def format_calls(records: Sequence[Measurement]) -> str:
 
 def _format_measured(record: Measurement, call: dict[str, Any]) -> str:
     by = ", ".join(name_waits(call)) or "not recorded"
-    return f"yes | {by} | {call['warned']}" if record.held_up(call) else f"no | | {call['warned']}"
+    return f"yes | {by} | {call['warned']}" if record.is_held_up(call) else f"no | | {call['warned']}"
 
 
 FORMATS = {"operators": format_operators, "calls": format_calls}
 
 
 if __name__ == "__main__":
-    sys.stdout.write(FORMATS[sys.argv[1]]([read_measurement(Path(name)) for name in sys.argv[2:]]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=FORMATS)
+    parser.add_argument("records", nargs="+", type=Path, metavar="MEASURED")
+    args = parser.parse_args()
+    sys.stdout.write(FORMATS[args.table]([read_measurement(path) for path in args.records]))
