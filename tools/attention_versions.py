@@ -26,7 +26,7 @@ from dcpbench.bench.bench_record import BenchSettings, Case
 from dcpbench.bench.operators import attention
 from dcpbench.kernels import attention as kernels
 from dcpbench.points.names import BACKENDS, FP8
-from tools.versions import Version, asked_for, measured, told, written
+from tools.versions import Version, format_times, measure_versions, select_cases, write_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ def loaded(checkout: Path) -> Make:
         run = backend.run
 
         def as_it_was(*tensors: Any) -> None:  # noqa: ANN401 - of Backend.run
-            with version.instead():
+            with version.replace_modules():
                 run(*tensors)
 
         backend.run = as_it_was  # type: ignore[method-assign,assignment]
@@ -73,18 +73,18 @@ def builds(case: Case, ways: dict[str, Make | None], work: attention.Attention) 
     return {name: functools.partial(build, name, make) for name, make in ways.items()}
 
 
-def said(line: dict[str, Any]) -> str:
+def format_case(line: dict[str, Any]) -> str:
     """Format a case in a line."""
     sizes = line["sizes"]
     mean = f", values with a mean of {sizes['mean']:g}" if sizes.get("mean") else ""
-    return f"{sizes['requests']} × {sizes['context']:,}, H={sizes['heads']}, {sizes['kv']}{mean}: {told(line)}"
+    return f"{sizes['requests']} × {sizes['context']:,}, H={sizes['heads']}, {sizes['kv']}{mean}: {format_times(line)}"
 
 
-def cases(asked: argparse.Namespace) -> list[Case]:
+def list_cases(args: argparse.Namespace) -> list[Case]:
     """Return the cases of all requested sizes."""
     loads = [
         (int(requests), int(context))
-        for requests, _, context in (load.partition("x") for load in asked.cases.split(","))
+        for requests, _, context in (load.partition("x") for load in args.cases.split(","))
     ]
     return [
         Case(
@@ -94,15 +94,15 @@ def cases(asked: argparse.Namespace) -> list[Case]:
                 "heads": int(heads),
                 "requests": requests,
                 "context": context,
-                "page": asked.page,
+                "page": args.page,
                 "lengths": "even",
-                "mean": asked.mean,
+                "mean": args.mean,
             },
             calls=0,
         )
-        for kv in asked.kv.split(",")
+        for kv in args.kv.split(",")
         for requests, context in loads
-        for heads in asked.heads.split(",")
+        for heads in args.heads.split(",")
     ]
 
 
@@ -117,9 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=0.3, help="of each case and way at most; default: %(default)s")
     parser.add_argument("-o", "--out", type=Path, required=True, help="append a line of JSON for each case")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     ways: dict[str, Make | None] = {}
-    for way in asked.ways:
+    for way in args.ways:
         name, _, checkout = way.partition("=")
         if checkout and not (Path(checkout) / ROOM).is_dir():
             parser.error(f"{checkout} is no checkout of this project: it has no {ROOM}")
@@ -127,10 +127,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"{name} is no backend ({', '.join(BACKENDS)}); a version is NAME=CHECKOUT")
         ways[name] = loaded(Path(checkout)) if checkout else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    work, settings = attention.Attention(device, seed=0, mean=asked.mean), BenchSettings(seconds=asked.seconds)
-    found = asked_for(parser, lambda: cases(asked))
-    lines = (measured(case.sizes, builds(case, ways, work), device, settings) for case in found)
-    return written(lines, asked.out, said)
+    work, settings = attention.Attention(device, seed=0, mean=args.mean), BenchSettings(seconds=args.seconds)
+    found = select_cases(parser, lambda: list_cases(args))
+    lines = (measure_versions(case.sizes, builds(case, ways, work), device, settings) for case in found)
+    return write_lines(lines, args.out, format_case)
 
 
 if __name__ == "__main__":

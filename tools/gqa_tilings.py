@@ -24,7 +24,7 @@ from dcpbench.bench.operators import gqa_attention as gqa
 from dcpbench.kernels import gqa as kernels
 from dcpbench.kernels.gqa.triton_gqa import Tiling, TritonGqa
 from dcpbench.points.names import GQA_BACKENDS
-from tools.versions import asked_for, measured, told, written
+from tools.versions import format_times, measure_versions, select_cases, write_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,24 +56,24 @@ def builds(case: Case, ways: dict[str, Make], work: gqa.Gqa) -> dict[str, Callab
     return {name: functools.partial(build, name, make) for name, make in ways.items()}
 
 
-def said(line: dict[str, Any]) -> str:
+def format_case(line: dict[str, Any]) -> str:
     """Format a case in a line."""
     sizes = line["sizes"]
-    return f"{sizes['requests']} × {sizes['context']:,}, {sizes['heads']} heads, {sizes['kv_heads']} KV heads: {told(line)}"
+    return f"{sizes['requests']} × {sizes['context']:,}, {sizes['heads']} heads, {sizes['kv_heads']} KV heads: {format_times(line)}"
 
 
-def cases(asked: argparse.Namespace) -> list[Case]:
+def list_cases(args: argparse.Namespace) -> list[Case]:
     """Return all requested cases."""
     found = []
-    for word in asked.cases.split(","):
+    for word in args.cases.split(","):
         requests, context = map(int, word.split("x"))
-        for kv_heads in map(int, asked.kv_heads.split(",")):
+        for kv_heads in map(int, args.kv_heads.split(",")):
             sizes: dict[str, int | float | str] = {
-                "heads": asked.heads,
+                "heads": args.heads,
                 "kv_heads": kv_heads,
-                "head_dim": asked.head_dim,
+                "head_dim": args.head_dim,
             }
-            sizes |= {"requests": requests, "context": context, "page": asked.page, "lengths": "even", "kv": "bf16"}
+            sizes |= {"requests": requests, "context": context, "page": args.page, "lengths": "even", "kv": "bf16"}
             found.append(Case(variant="", sizes=sizes, calls=0))
     return found
 
@@ -89,18 +89,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=int, default=64, help="rows of a page; default: %(default)s")
     parser.add_argument("--seconds", type=float, default=0.1, help="of each case and way at most; default: %(default)s")
     parser.add_argument("-o", "--out", type=Path, required=True, help="append a line of JSON for each case")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     ways: dict[str, Make] = {}
-    for word in asked.ways:
+    for word in args.ways:
         try:
             ways[word] = parse_way(word)
         except (TypeError, ValueError):
             parser.error(f"{word} is neither ROWSxWARPSxSTAGESxPROGRAMS nor one of {', '.join(GQA_BACKENDS)}")
-    found = asked_for(parser, lambda: cases(asked))
+    found = select_cases(parser, lambda: list_cases(args))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    work, settings = gqa.Gqa(device, seed=0), BenchSettings(seconds=asked.seconds)
-    lines = (measured(case.sizes, builds(case, ways, work), device, settings) for case in found)
-    return written(lines, asked.out, said)
+    work, settings = gqa.Gqa(device, seed=0), BenchSettings(seconds=args.seconds)
+    lines = (measure_versions(case.sizes, builds(case, ways, work), device, settings) for case in found)
+    return write_lines(lines, args.out, format_case)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from dcpbench.bench.cases import MOE_PRODUCTS, BenchOptions, list_moe_cases
 from dcpbench.bench.operators import limits, moe
 from dcpbench.kernels.moe import int4_experts
 from dcpbench.points.roofline import Work, compute_floor_us
-from tools.versions import Version, asked_for, measured, told, written
+from tools.versions import Version, format_times, measure_versions, select_cases, write_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,7 +69,7 @@ class Trial:
 
 def load_checkout(checkout: Path) -> ModuleType:
     """Return the module int4_experts of another checkout, which uses that checkout's int4 and this one's other modules."""
-    with Version(checkout, kernels, ["int4"]).instead():
+    with Version(checkout, kernels, ["int4"]).replace_modules():
         return Version(checkout, kernels.moe, ["int4_experts"]).modules["int4_experts"]
 
 
@@ -118,7 +118,7 @@ def format_case(line: dict[str, Any]) -> str:
     sizes, floor = line["sizes"], line["floor_us"]
     best = min((one["median_us"] for one in line["found"].values() if "median_us" in one), default=None)
     share = f", best {100 * floor / best:.0f} % of the limit" if best and floor else ""
-    return f"{sizes['product']}, {sizes['width']} wide, {sizes['requests']} requests, groups of {sizes['group_size']}{share}: {told(line)}"
+    return f"{sizes['product']}, {sizes['width']} wide, {sizes['requests']} requests, groups of {sizes['group_size']}{share}: {format_times(line)}"
 
 
 def list_cases(options: argparse.Namespace) -> list[Case]:
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; see the module docstring."""
     parser, options = parse_arguments(arguments)
     trials = parse_trials(parser, options)
-    cases = asked_for(parser, lambda: list_cases(options))
+    cases = select_cases(parser, lambda: list_cases(options))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rates: dict[str, float] = {}
     if device.type == "cuda":
@@ -175,11 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def measure_case(case: Case) -> dict[str, Any]:
         works: list[Work] = []
         builders = make_builders(case, trials[str(case.sizes["product"])], build, works)
-        line = measured(case.sizes, builders, device, settings)
+        line = measure_versions(case.sizes, builders, device, settings)
         return line | {"floor_us": compute_floor_us(works[0], rates) if works and rates else None}
 
     with torch.inference_mode():
-        return written(map(measure_case, cases), options.out, format_case)
+        return write_lines(map(measure_case, cases), options.out, format_case)
 
 
 if __name__ == "__main__":

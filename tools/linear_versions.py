@@ -30,7 +30,7 @@ from dcpbench.kernels import block_scaled
 from dcpbench.kernels import linear as ours
 from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.models import load_shape
-from tools.versions import Version, asked_for, measured, told, written
+from tools.versions import Version, format_times, measure_versions, select_cases, write_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +54,7 @@ def loaded(checkout: Path) -> Prepare:
         weight = version.modules["block_scaled"].Scaled(weight_NK.data, weight_NK.scale, weight_NK.block)
 
         def call() -> tuple[torch.Tensor]:
-            with version.instead():
+            with version.replace_modules():
                 return (product(quantise(x_TK), weight, x_TK.dtype),)
 
         return call
@@ -82,13 +82,13 @@ def builds(case: Case, ways: dict[str, Prepare], work: linear.Linear) -> dict[st
     return {name: functools.partial(build, name, prepare) for name, prepare in ways.items()}
 
 
-def cases(asked: argparse.Namespace) -> list[Case]:
+def list_cases(args: argparse.Namespace) -> list[Case]:
     """Return all requested layers; layers of the same size appear once, with all their names."""
     found: dict[tuple[int, int], list[str]] = {}
-    shape = load_shape(asked.model)
-    for tp in map(int, asked.tp.split(",")):
+    shape = load_shape(args.model)
+    for tp in map(int, args.tp.split(",")):
         for layer, product in list_linear_layers(shape, tp).items():
-            if layer in asked.matrix.split(","):
+            if layer in args.matrix.split(","):
                 found.setdefault((product.inputs, product.outputs), []).append(f"tp{tp} {layer}")
     return [
         Case(
@@ -96,7 +96,7 @@ def cases(asked: argparse.Namespace) -> list[Case]:
             sizes={"layer": ", ".join(names), "inputs": k, "outputs": n, "rows": rows, "weights": "fp8"},
             calls=0,
         )
-        for rows in map(int, asked.rows.split(","))
+        for rows in map(int, args.rows.split(","))
         for (k, n), names in found.items()
     ]
 
@@ -108,10 +108,12 @@ def cuts(sizes: dict[str, Any], device: torch.device) -> dict[str, Prepare]:
     return {f"c{how.columns}p{how.parts}": cut(how) for how in found}
 
 
-def said(line: dict[str, Any]) -> str:
+def format_case(line: dict[str, Any]) -> str:
     """Format a layer in a line."""
     sizes = line["sizes"]
-    return f"{sizes['layer']}, {sizes['rows']} rows of {sizes['inputs']:,} by {sizes['outputs']:,}: {told(line)}"
+    return (
+        f"{sizes['layer']}, {sizes['rows']} rows of {sizes['inputs']:,} by {sizes['outputs']:,}: {format_times(line)}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,25 +129,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--seconds", type=float, default=0.1, help="of each layer and way at most; default: %(default)s"
     )
     parser.add_argument("-o", "--out", type=Path, required=True, help="append a line of JSON for each layer")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     ways: dict[str, Prepare] = {}
-    for word in asked.versions:
+    for word in args.versions:
         name, _, checkout = word.partition("=")
         if not (Path(checkout or "nowhere") / "dcpbench/kernels/linear.py").is_file():
             parser.error(f"{word} is no NAME=CHECKOUT of this project: it has no dcpbench/kernels/linear.py")
         ways[name] = loaded(Path(checkout))
-    found = asked_for(parser, lambda: cases(asked))
-    if asked.cuts and max(int(case.sizes["rows"]) for case in found) > block_scaled.FEW_ROWS:
+    found = select_cases(parser, lambda: list_cases(args))
+    if args.cuts and max(int(case.sizes["rows"]) for case in found) > block_scaled.FEW_ROWS:
         parser.error(f"--cuts are of up to {block_scaled.FEW_ROWS} rows; try --rows {block_scaled.FEW_ROWS}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    work, settings = linear.Linear(device, seed=0), BenchSettings(seconds=asked.seconds)
+    work, settings = linear.Linear(device, seed=0), BenchSettings(seconds=args.seconds)
 
     def lines() -> Iterator[dict[str, Any]]:
         for case in found:
-            every = ways | (cuts(case.sizes, device) if asked.cuts else {})
-            yield measured(case.sizes, builds(case, every, work), device, settings)
+            every = ways | (cuts(case.sizes, device) if args.cuts else {})
+            yield measure_versions(case.sizes, builds(case, every, work), device, settings)
 
-    return written(lines(), asked.out, said)
+    return write_lines(lines(), args.out, format_case)
 
 
 if __name__ == "__main__":

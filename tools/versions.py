@@ -40,31 +40,31 @@ class Version:
         """
         self.package = package
         self.modules: dict[str, ModuleType] = {}
-        room = checkout.joinpath(*package.__name__.split("."))
+        folder = checkout.joinpath(*package.__name__.split("."))
         for name in names:
-            path = room / f"{name}.py"
+            path = folder / f"{name}.py"
             if path.is_file():
                 spec = importlib.util.spec_from_file_location(f"{package.__name__}.{name}", path)
                 assert spec is not None
                 assert spec.loader is not None
                 module = importlib.util.module_from_spec(spec)
-                with self.instead():
+                with self.replace_modules():
                     spec.loader.exec_module(module)
                 self.modules[name] = module
 
     @contextlib.contextmanager
-    def instead(self) -> Iterator[None]:
+    def replace_modules(self) -> Iterator[None]:
         """Replace imports of these modules by this version's inside the block."""
         names = {f"{self.package.__name__}.{name}": module for name, module in self.modules.items()}
         parents = [mock.patch.object(self.package, name, module, create=True) for name, module in self.modules.items()]
         before = {name: sys.modules.get(name) for name in names}
-        with contextlib.ExitStack() as all_of_them:
+        with contextlib.ExitStack() as stack:
             for parent in parents:
-                all_of_them.enter_context(parent)
+                stack.enter_context(parent)
             sys.modules.update(names)
             try:
                 yield
-            finally:  # these alone: what else was imported meanwhile stays, or its classes would be there twice
+            finally:  # other modules that were imported meanwhile stay, or their classes would exist twice
                 for name, module in before.items():
                     if module is None:
                         del sys.modules[name]
@@ -72,7 +72,7 @@ class Version:
                         sys.modules[name] = module
 
 
-def asked_for(parser: argparse.ArgumentParser, cases: Callable[[], list[Case]]) -> list[Case]:
+def select_cases(parser: argparse.ArgumentParser, cases: Callable[[], list[Case]]) -> list[Case]:
     """Return the cases to measure; exit with the parser's error for invalid options."""
     try:
         found = cases()
@@ -81,11 +81,11 @@ def asked_for(parser: argparse.ArgumentParser, cases: Callable[[], list[Case]]) 
     except ValueError as e:
         parser.error(f"{e}: sizes are whole numbers; --help has the defaults")
     if not found:
-        parser.error("none of what was asked for is there to be measured; --help has the defaults")
+        parser.error("no case has these sizes; --help has the defaults")
     return found
 
 
-def measured(
+def measure_versions(
     sizes: dict[str, Any], builds: dict[str, Callable[[], Calls]], device: torch.device, settings: BenchSettings
 ) -> dict[str, Any]:
     """Return a line of a file: µs of a call of each, from a CUDA graph, and its error, or the problem; without a GPU no
@@ -96,13 +96,13 @@ def measured(
     for name, build in builds.items():
         try:
             calls = build()
-            said = calls.check(calls.run)
+            problem = calls.check(calls.run)
             replay = capture_graph(calls.run).replay if device.type == "cuda" else calls.run
-            said = said or calls.check(replay)
+            problem = problem or calls.check(replay)
         except Exception as e:  # noqa: BLE001 -- a version that is being written may raise anything
-            said = _why(e)
-        if said:
-            wrong[name] = said
+            problem = _format_error(e)
+        if problem:
+            wrong[name] = problem
         else:
             ready[name] = calls, replay
     passes = [(replay, len(calls.calls)) for calls, replay in ready.values()] if device.type == "cuda" else []
@@ -113,7 +113,7 @@ def measured(
     return {"sizes": sizes, "found": found, "wrong": wrong, "gpu": msgspec.to_builtins(gpu)}
 
 
-def _why(e: Exception) -> str:
+def _format_error(e: Exception) -> str:
     """Return the last line of an exception's message, where compilers state the error, or else the place that raised
     it.
     """
@@ -124,25 +124,25 @@ def _why(e: Exception) -> str:
     return f"{type(e).__name__}: {lines[-1]}"
 
 
-def written(lines: Iterable[dict[str, Any]], out: Path, said: Callable[[dict[str, Any]], str]) -> int:
+def write_lines(lines: Iterable[dict[str, Any]], out: Path, format_line: Callable[[dict[str, Any]], str]) -> int:
     """Print each line at once, and append it to the file; return 1 if there was a problem."""
     ok = True
     with out.open("a", encoding="utf-8") as file:
         for line in lines:
-            sys.stdout.write(f"{said(line)}\n")
+            sys.stdout.write(f"{format_line(line)}\n")
             sys.stdout.flush()
             file.write(json.dumps(line) + "\n")
             ok = ok and not line["wrong"]
     return 0 if ok else 1
 
 
-def told(line: dict[str, Any]) -> str:
+def format_times(line: dict[str, Any]) -> str:
     """Format the result in a line: µs, and the speed relative to the first that was timed; without
     a GPU only errors.
     """
     found = line["found"]
     us = {name: one["median_us"] for name, one in found.items() if "median_us" in one}
     first = next(iter(us.values()), math.nan)
-    said = [f"{name} {t:.1f} µs ({first / t:.3f})" for name, t in us.items()]
-    said = said or [f"{name} is right, error {one['error']:.2g}" for name, one in found.items()]
-    return ", ".join(said + [f"{name} WRONG: {why}" for name, why in line["wrong"].items()])
+    texts = [f"{name} {t:.1f} µs ({first / t:.3f})" for name, t in us.items()]
+    texts = texts or [f"{name} is right, error {one['error']:.2g}" for name, one in found.items()]
+    return ", ".join(texts + [f"{name} WRONG: {why}" for name, why in line["wrong"].items()])

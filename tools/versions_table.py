@@ -66,13 +66,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--base", default="now", help="the version that others are compared with")
     parser.add_argument("--layers", default="", help="layers to add up, of a file of tools.linear_versions")
-    asked = parser.parse_args(arguments)
-    lines = read_lines(asked.file)
-    times = sum_layers(lines, asked.layers.split(",")) if asked.layers else collect_times(lines)
-    if not any(asked.base in found for found in times.values()):
+    args = parser.parse_args(arguments)
+    lines = read_lines(args.file)
+    times = sum_layers(lines, args.layers.split(",")) if args.layers else collect_times(lines)
+    if not any(args.base in found for found in times.values()):
         versions = dict.fromkeys(version for found in times.values() for version in found)
-        parser.error(f"{asked.file} has no times of {asked.base}; --base takes one of {', '.join(versions)}")
-    for row in format_table(times, asked.base):
+        parser.error(f"{args.file} has no times of {args.base}; --base takes one of {', '.join(versions)}")
+    for row in format_table(times, args.base):
         sys.stdout.write(f"{row}\n")
     return 0
 
