@@ -84,7 +84,7 @@ def test_unsupported_layer_is_reported_with_the_failed_assertion(
     [
         (["--rows", "x"], "invalid literal for int() with base 10: 'x': sizes are whole numbers"),
         (["--model", "nonsense"], "--model nonsense: neither a known model nor a folder"),
-        (["--matrix", "nonsense"], "none of what was asked for is there to be measured"),
+        (["--matrix", "nonsense"], "no case has these sizes"),
         (["--cuts", "--rows", "16,200"], "--cuts are of up to 128 rows; try --rows 128"),
     ],
 )
