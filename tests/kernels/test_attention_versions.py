@@ -93,7 +93,7 @@ def test_times_are_printed_relative_to_the_first_version() -> None:
         "found": {"now": {"error": 0, "median_us": 40.0}, "flashmla": {"error": 0, "median_us": 50.0}},
     }
     assert (
-        attention_versions.said(line | {"wrong": {}})
+        attention_versions.format_case(line | {"wrong": {}})
         == "8 × 8,192, H=64, fp8: now 40.0 µs (1.000), flashmla 50.0 µs (0.800)"
     )
 

@@ -52,7 +52,7 @@ def test_layers_of_the_same_size_are_measured_once() -> None:
     down projection.
     """
     options = argparse.Namespace(model="deepseek-v3", tp="1,8", rows="16", matrix="o,shared-down")
-    sizes = [case.sizes for case in linear_versions.cases(options)]
+    sizes = [case.sizes for case in linear_versions.list_cases(options)]
     assert [(one["layer"], one["inputs"]) for one in sizes] == [
         ("tp1 o", 16384),
         ("tp1 shared-down, tp8 o", 2048),
