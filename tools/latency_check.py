@@ -217,7 +217,11 @@ def format_table(cases: list[Case]) -> list[str]:
                     f"{inside} | {found.without_number} |"
                 )
     max_share = latency_bands.compute_max_sure_share(cases)
-    return [*lines, "", f"Estimates have an ITL p50 if prompts are in the steps of less than {max_share:.0%} of gaps."]
+    return [
+        *lines,
+        "",
+        f"Estimates have an ITL p50 if less than {max_share:.0%} of gaps contain a step with prompts; else the",
+    ]
 
 
 def main() -> int:

@@ -198,7 +198,7 @@ def choose_next_load(shares: Mapping[float, float], bounds: LoadRange, count: in
 
 
 def _choose_check(shares: Mapping[float, float], bounds: LoadRange, limit: float, gap: float) -> float | None:
-    """Return a load in a gap between measured loads; None if all gaps are narrow.
+    """Return a load in a gap between measured loads; None if all gaps are narrow, or MAX_LOADS are measured.
 
     Gaps below the limit come first. Among these, one is checked the sooner the wider it is, and the closer its loads are to their
     limit; loads that are CLOSE to it have gaps wider than the tolerance checked, others gaps from a ratio of `gap` on.
@@ -210,7 +210,7 @@ def _choose_check(shares: Mapping[float, float], bounds: LoadRange, limit: float
             return True, low / high
         return False, -math.log(high / low) / (1 - max(shares[low], shares[high]) + SCATTER)
 
-    pairs = itertools.pairwise(sorted(shares))
+    pairs = itertools.pairwise(sorted(shares) if len(shares) < MAX_LOADS else ())
     wide = [
         (low, high)
         for low, high in pairs

@@ -55,7 +55,7 @@ class Allocation:
     def compute_locs(self, start: int, stop: int) -> np.ndarray:
         """Return virtual locations of tokens `start … stop - 1`, int32 [stop - start]."""
         if not 0 <= start <= stop <= self.tokens:
-            raise ValueError(f"tokens {start}…{stop - 1} requested from a request of {self.tokens} tokens")
+            raise ValueError(f"tokens {start}…{stop - 1} are not in a request of {self.tokens} tokens")
         tokens = np.arange(start, stop, dtype=np.int32)
         locs: np.ndarray = self._buffer[tokens // self._virtual_page] * self._virtual_page + tokens % self._virtual_page
         return locs

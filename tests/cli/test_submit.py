@@ -628,7 +628,7 @@ def test_suggestions_name_the_options_of_submit(typed: Typed) -> None:
     Path("a.toml").write_text("tp = 32\n")
     done = slurm(typed, "--dry-run", "--", "sweep", "--config", "a.toml")
     assert done.returncode == 3
-    assert "there are 16 (asked for)" in done.stderr
+    assert "there are 16 (requested)" in done.stderr
     assert "on 4 such machines with --nodes 4; see dcpbench submit --help)" in done.stderr
     assert "Type behind --: sweep " in done.stderr
     assert "dcpbench sweep" not in done.stderr

@@ -74,4 +74,4 @@ def test_missing_vllm_is_named(
     with pytest.raises(SystemExit) as end:
         loaded_weights.main()
     assert end.value.code == 2
-    assert "no program `vllm` on PATH" in capsys.readouterr().err
+    assert "`vllm` is not on PATH" in capsys.readouterr().err

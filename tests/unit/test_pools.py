@@ -238,7 +238,7 @@ class TestAllocator:
     @pytest.mark.parametrize("span", [(-1, 2), (3, 2), (0, 7)], ids=str)
     def test_locations_of_missing_tokens_raise_value_error(self, span: tuple[int, int]) -> None:
         """Unused rows of a page belong to the request, but have no token."""
-        with pytest.raises(ValueError, match="of a request of 6 tokens"):
+        with pytest.raises(ValueError, match="not in a request of 6 tokens"):
             DcpAllocator(8, 1, 4).allocate(6).compute_locs(*span)
 
     def test_allocation_of_another_pool_raises_value_error(self) -> None:

@@ -60,7 +60,7 @@ def test_exit_code_is_1_if_a_step_is_outside_its_band(
     printed = capsys.readouterr().out
     assert "| tp2·ep1 | 32 × 4,000 | zipf:1 | 102.4 | 100 |" in printed
     assert ("missed" in printed) == bool(code)
-    assert f"{1 - code} of 1 steps lie inside" in printed
+    assert f"{1 - code} of 1 steps are inside" in printed
 
 
 def test_run_without_steps_exits_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

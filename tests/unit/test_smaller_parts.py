@@ -93,7 +93,7 @@ class TestAllocator:
         allocation = DcpAllocator(9, 4, 1).allocate(10, np.zeros(0, np.int32))
         assert len(allocation.compute_locs(10, 10)) == 0
         assert len(allocation.compute_locs(0, 10)) == 10
-        with pytest.raises(ValueError, match=rf"^tokens {start}…{stop - 1} asked of a request of 10 tokens$"):
+        with pytest.raises(ValueError, match=rf"^tokens {start}…{stop - 1} are not in a request of 10 tokens$"):
             allocation.compute_locs(start, stop)
 
     def test_request_grows_in_its_last_page_before_new_pages(self) -> None:

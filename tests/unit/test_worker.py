@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dcpbench import worker
+from dcpbench.launch.start_phases import StartPhases
 from dcpbench.points.layout import Layout
 from dcpbench.records.record import Rates
 from dcpbench.workloads.serving_loop import freeze_heap
@@ -39,7 +40,8 @@ def test_rates_are_measured_once_before_the_points_of_a_timing_job(monkeypatch, 
     monkeypatch.setattr(worker.dist, "get_world_size", lambda: 4)
     one = worker.Worker.__new__(worker.Worker)
     one.rates, one.rank, one.point = None, 1, None
-    one.device, one.job = SimpleNamespace(type=device), SimpleNamespace(points=points, kind=kind)
+    one.device, one.job = SimpleNamespace(type=device), SimpleNamespace(points=points, kind=kind, open=False)
+    one.points, one.start_phases = points, StartPhases(0.0)
     one.measure = one.verify = lambda _: seen.append(one.rates)
     one.run()
     assert calls == measured
