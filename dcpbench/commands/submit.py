@@ -182,7 +182,7 @@ def slurm(job: Job, cluster: Slurm, containers: SlurmContainers, words: Words = 
             otherwise=any(GPU_OPTION.match(option) for option in cluster.sbatch or []),
         ),
     )
-    asks = queue.Cluster(
+    settings = queue.Cluster(
         program=_find_program(cluster.dcpbench, inside=bool(containers.pyxis or containers.apptainer)),
         directory=Path.cwd(),
         partition=cluster.partition or "",
@@ -198,9 +198,9 @@ def slurm(job: Job, cluster: Slurm, containers: SlurmContainers, words: Words = 
         mounts=tuple(containers.mount or ()),
     )
     if job.dry_run:
-        sys.stdout.write(queue.render_script(spec, asks))
+        sys.stdout.write(queue.render_script(spec, settings))
         return 0
-    return _run_submission(spec, lambda spec: queue.submit(spec, asks))
+    return _run_submission(spec, lambda spec: queue.submit(spec, settings))
 
 
 @register_command(app, rich_help_panel="Submit", context_settings={"allow_interspersed_args": False})
@@ -238,7 +238,7 @@ def k8s(job: Job, cluster: Kubernetes, words: Words = None) -> int:
             f"{which} needs a volume that keeps the run when its pods are gone; add --claim with the name of a "
             "PersistentVolumeClaim."
         )
-    asks = queue.Cluster(
+    settings = queue.Cluster(
         image=cluster.image,
         program=tuple(shlex.split(cluster.dcpbench)),
         namespace=cluster.namespace or "",
@@ -247,9 +247,9 @@ def k8s(job: Job, cluster: Kubernetes, words: Words = None) -> int:
         pod=pod,
     )
     if job.dry_run:
-        sys.stdout.write(queue.format_manifests(spec, asks))
+        sys.stdout.write(queue.format_manifests(spec, settings))
         return 0
-    return _run_submission(spec, lambda spec: queue.submit(spec, asks), cluster.restarts)
+    return _run_submission(spec, lambda spec: queue.submit(spec, settings), cluster.restarts)
 
 
 @register_command(app, rich_help_panel="Afterwards")

@@ -198,10 +198,11 @@ def choose_next_load(shares: Mapping[float, float], bounds: LoadRange, count: in
 
 
 def _choose_check(shares: Mapping[float, float], bounds: LoadRange, limit: float, gap: float) -> float | None:
-    """Return a load in a gap between measured loads; None if all gaps are narrow, or MAX_LOADS are measured.
+    """Return a load between two neighbouring measured loads; None if no such pair is left, or MAX_LOADS are measured.
 
-    Gaps below the limit come first. Among these, one is checked the sooner the wider it is, and the closer its loads are to their
-    limit; loads that are CLOSE to it have gaps wider than the tolerance checked, others gaps from a ratio of `gap` on.
+    A pair is left if the ratio of its loads is at least `gap`. Below `limit`, the highest load that holds, it is also left if one of
+    its loads reaches a share of CLOSE and the pair is wider than the tolerance. Pairs below `limit` come first, in descending
+    order of the logarithm of their ratio over the distance of the larger share from 1 + SCATTER; then the others, widest first.
     """
 
     def rank(pair: tuple[float, float]) -> tuple[bool, float]:
@@ -242,12 +243,12 @@ class MeasuredLoad:
 
     @property
     def holds(self) -> bool:
-        """Return True if more than half of its runs hold the SLO."""
-        return 2 * self.held > len(self.records)
+        """Return True if more than half of its runs hold the SLO, so that the one in the middle does."""
+        return self.share <= 1
 
     @property
     def share(self) -> float:
-        """Return the largest latency over its limit, of the run in the middle; more than 1 exactly if the load does not hold.
+        """Return the largest latency over its limit, of the run in the middle; the load holds up to 1.
 
         It is infinite for a run that left a request unanswered, or has an objective without a latency.
         """

@@ -173,7 +173,7 @@ def search(load: RandomLoad) -> dict[float, MeasuredLoad]:
     ) is not None:
         assert now not in found
         found[now] = MeasuredLoad(load=now, records=[load.measure(now)], slo=load.slo)
-        assert found[now].holds == (found[now].share <= 1)
+        assert found[now].holds == (2 * found[now].held > 1)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.comm_model import CallTime
-from dcpbench.points.roofline import LSE_BYTES
+from dcpbench.points.roofline import LSE_BYTES, compute_all_reduce_work, compute_gather_work, compute_query_work
 from dcpbench.syncs.kernel_time import COMMUNICATION_PARTS
 from tools.layout_from_parts.steps import Source, Target, find_sources, list_backend_differences
 
@@ -171,17 +172,17 @@ def predict_parts(shape: ModelShape, layers: int, target: Target, known: CommMod
     """
     known = known.in_step
     n, rows, itemsize = target.tp, target.requests, ITEMSIZE["bf16"]
-
-    def share(numbers: int) -> int:
-        return (n - 1) * rows * numbers * itemsize // n
-
-    reduced = [(ALL_REDUCE_CALL, 2 * layers + 1, 2 * share(shape.hidden))]
-    exchanged = [("all-gather", 1, share(shape.vocab))]
+    hidden = compute_all_reduce_work(rows * shape.hidden * itemsize, n)
+    logits = compute_gather_work(rows * shape.vocab * itemsize, n)
+    reduced = [(ALL_REDUCE_CALL, 2 * layers + 1, hidden.received_bytes)]
+    exchanged = [("all-gather", 1, logits.received_bytes)]
     if target.dcp > 1:
+        queries = compute_query_work(rows, shape.heads, n, shape.query_width, itemsize)
+        outputs = compute_gather_work(rows * shape.heads * shape.output_width * itemsize, n)
         exchanged += [
-            ("all-gather", layers, share(shape.heads * shape.query_width)),
+            ("all-gather", layers, queries.received_bytes),
             ("all-gather", layers, (n - 1) * rows * shape.heads * LSE_BYTES),
-            ("reduce-scatter", layers, share(shape.heads * shape.output_width)),
+            ("reduce-scatter", layers, outputs.received_bytes),
         ]
     made = {ALL_REDUCE: reduced, EXCHANGE: exchanged} if n > 1 else {}
     return [_sum_calls(name, calls, n, known) for name, calls in made.items()]
@@ -191,7 +192,7 @@ def _sum_calls(name: str, calls: Sequence[tuple[str, int, int]], ranks: int, kno
     """Return the part of these calls (kind, number, received bytes of a rank); their errors add up, as they are of one model."""
     times = [known.predict_seconds(what, ranks, received).apply_factor(count * 1e6) for what, count, received in calls]
     total = CallTime(mean=sum(t.mean for t in times), low=sum(t.low for t in times), high=sum(t.high for t in times))
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for what, count, _ in calls:
-        counts[what] = counts.get(what, 0) + count
-    return Part(name=name, us=total.mean, low_us=total.low, high_us=total.high, calls=counts)
+        counts[what] += count
+    return Part(name=name, us=total.mean, low_us=total.low, high_us=total.high, calls=dict(counts))

@@ -12,8 +12,9 @@ from dcpbench.points.expert_distribution import OWN
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import SYNTHETIC, VLLM
 from dcpbench.records.model_sizes import ModelSizes
-from dcpbench.records.record import MAX_DISTURBANCE, EngineSettings, Server
+from dcpbench.records.record import EngineSettings, Server
 from dcpbench.records.runs import read_run
+from dcpbench.reports.engine_steps import is_prolonged
 from dcpbench.show.text import make_unique_names
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class MeasuredStep:
     @property
     def is_prolonged(self) -> bool:
         """Return True if the profiled step is longer than the timed one by so much that it contains waits of the profiler."""
-        return self.phases.step_us > (1 + MAX_DISTURBANCE) * self.step_us
+        return is_prolonged(self.phases.step_us / self.step_us)
 
     @property
     def source(self) -> Source:
