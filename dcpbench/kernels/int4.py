@@ -127,8 +127,9 @@ UNPACK = tl.constexpr(
     fma.rn.bf16x2 $3, $3, $8, $12;
     }"""
 )
-"""Unpack and scale the eight numbers of two words. The low eight bits of a bf16 number whose other bits are 0 are an integer times 2⁻¹³³,
-subnormal or not: so q + 8 needs no conversion, and its product with the scale plus −8 · scale, which is exact, is rounded once."""
+"""Unpack two words of 16 bits into eight scaled weights q · scale; a word has four numbers q + 8 of four bits. Without conversion, the
+bits of q + 8 are a bf16 number, subnormal or not: (q + 8) · 2⁻¹³³. SCALE multiplies scales by the inverse power, less SHRINK so that they
+are finite. One fma computes (q + 8) · scale − 8 · scale and rounds once, as −8 · scale is exact. Subnormal numbers must not be flushed."""
 
 SCALE = tl.constexpr(
     """{

@@ -163,7 +163,7 @@ def format_start(phases: Sequence[StartPhase]) -> str:
     """Return the sentence about the time until the first measured step: `First step after 95 s: 12 s starting, …`."""
     parts = ", ".join(f"{phase.seconds:.0f} s {phase.name}" for phase in phases)
     compiled = any(phase.name == COMPILING for phase in phases)
-    hint = "; the package flashinfer-jit-cache brings these kernels compiled" if compiled else ""
+    hint = "; install flashinfer-jit-cache to have these kernels prebuilt" if compiled else ""
     return f"First step after {sum(phase.seconds for phase in phases):.0f} s: {parts}{hint}"
 
 

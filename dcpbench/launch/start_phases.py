@@ -7,8 +7,8 @@ from dcpbench.records.record import StartPhase
 COMPILING = "compiling kernels of FlashInfer"
 PHASES = {  # by stage of jobs.Progress
     "start": "starting",
-    "limits": "measuring the limits of the GPU",
-    "build": "building",
+    "limits": "measuring rates of the GPU",
+    "build": "building the engine",
     "choose": "choosing backend and exchange",
     "check": "checking attention",
     "capture": "capturing CUDA graphs",

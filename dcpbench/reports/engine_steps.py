@@ -310,7 +310,11 @@ def _format_difference(one: StepDifference, reference: str) -> str:
         if one.profiled < len(one.times)
         else ""
     )
-    shorter = f" Shorter parts offset {format_percent(one.offset)}." if one.offset >= MIN_SHARE else ""
+    shorter = (
+        f" Parts that take less time in {one.engine} subtract {format_percent(one.offset)}, so that all shares add up to 100 %."
+        if one.offset >= MIN_SHARE
+        else ""
+    )
     return f"{text} Shares of the difference between the profiled steps{at}: {format_list(clauses)}.{shorter}"
 
 

@@ -60,7 +60,7 @@ class ServeRequest:
     """Turn number in the session; earlier prompts and answers are the beginning of the turn's own prompt. Requests of a session with
     the same number are sent at the same time, once all with lower numbers have been answered.
     """
-    parent: int | None = None  # number of the request whose prompt and answer begin this later turn's prompt
+    parent: int | None = None  # number of the earlier request: this prompt begins with its prompt and answer
     delay_s: float = 0.0  # s from the answer before to this turn, which is not sent before its arrival_s either
     answer: np.ndarray | None = None  # int32 [output_tokens]: stands for the answer in later turns' prompts; or None
     sampled_prompt: np.ndarray | None = None  # `prompt` with the sampled answers, on ranks that sampled them

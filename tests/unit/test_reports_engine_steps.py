@@ -395,7 +395,7 @@ class TestDifferences:
             (
                 "vLLM 0.26.0's step takes 1.15 times as long as dcpbench's (1 point, 0.50 ms more). Shares of the difference between the "
                 "profiled steps: projections and experts 67 % (0.40 ms), no kernel 52 % (0.31 ms) and norms, rope, KV write 17 % (0.10 ms). "
-                "Shorter parts offset 42 %."
+                "Parts that take less time in vLLM 0.26.0 subtract 42 %, so that all shares add up to 100 %."
             )
         ]
 

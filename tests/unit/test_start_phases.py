@@ -25,8 +25,8 @@ def test_phases_add_up_to_the_time_until_the_first_measured_step() -> None:
     (found,) = enter_stages(phases, *stages, ("measure", 26.0), ("measure", 30.0))
     assert found == {
         "starting": 9.0,
-        "measuring the limits of the GPU": 1.0,
-        "building": 7.0,
+        "measuring rates of the GPU": 1.0,
+        "building the engine": 7.0,
         "capturing CUDA graphs": 3.0,
         "warming up": 6.0,
     }
@@ -39,7 +39,7 @@ def test_a_point_that_shares_an_engine_has_no_phases_and_another_engine_has_its_
     enter_stages(phases, ("start", 1.0), ("build", 2.0), ("measure", 3.0))
     assert enter_stages(phases, ("done", 5.0), ("warm up", 5.0), ("measure", 7.0)) == []
     assert enter_stages(phases, ("done", 9.0), ("build", 9.5), ("warm up", 13.5), ("measure", 14.0)) == [
-        {"building": 4.0, "warming up": 0.5}
+        {"building the engine": 4.0, "warming up": 0.5}
     ]
 
 
@@ -69,4 +69,4 @@ def test_wait_for_flashinfer_is_a_phase_and_its_line_names_the_package_without_a
     assert found["compiling kernels of FlashInfer"] == 60.0
     line = format_start([StartPhase(name=name, seconds=seconds) for name, seconds in found.items()])
     assert line.startswith("First step after 81 s: ")
-    assert line.endswith("; the package flashinfer-jit-cache brings these kernels compiled")
+    assert line.endswith("; install flashinfer-jit-cache to have these kernels prebuilt")

@@ -45,7 +45,7 @@ def make_table(found: Iterable[Quality]) -> Table:
 
     shown = Table(
         box=SIMPLE_HEAD,
-        title="Communication model: launch + a rank more · (ranks − 1) + bytes / rate, and what is left by size",
+        title="Communication model: launch + per rank · (ranks − 1) + bytes / rate, and residuals by size",
     )
     for name in COLUMNS:
         shown.add_column(name, justify="left" if name in ("call", "ranks", "received") else "right")

@@ -83,7 +83,7 @@ class DryRun:
         self.unmeasured: set[str] = set()  # operators on device tensors without a measurement of waits
         self.local = _Local()
         self.children = Children()
-        self.follows = False  # True if child processes report what they do
+        self.follows = False  # True if child processes report their synchronisations
 
     def forget(self) -> None:
         """Forget what happened so far, because this is now a forked child."""
