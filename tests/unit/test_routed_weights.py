@@ -55,9 +55,9 @@ def test_router_with_the_bias_chooses_experts_by_the_distribution(source):
 
 def test_layers_of_one_distribution_share_one_search(source):
     """Layers differ in the order of their experts; each rank of an engine finds the same bias."""
-    assert len(source.known) == 1
     names = [f"model.layers.{index}.mlp.gate.e_score_correction_bias" for index in (1, 2)]
     first, second = (source.get_tensor(name, (32,), dtype=torch.float32) for name in names)
+    assert len(source.known) == 1
     assert torch.equal(first.sort().values, second.sort().values)
     assert not torch.equal(first, second)
     assert torch.equal(RoutedSource(3, CPU, SMALL, ROUTING).get_tensor(names[0], (32,), dtype=torch.float32), first)
