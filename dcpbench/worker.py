@@ -29,7 +29,8 @@ from dcpbench.launch import hang_capture, jobs, version_check
 from dcpbench.launch.jobs import Failure, Job
 from dcpbench.launch.start_phases import StartPhases
 from dcpbench.measuring import flight_recorder
-from dcpbench.measuring.environment import collect_environment, get_hardware
+from dcpbench.measuring.environment import collect_environment
+from dcpbench.measuring.hardware import get_torch_hardware
 from dcpbench.models import load_shape
 from dcpbench.points import budget
 from dcpbench.points.names import FP8, REPLAY
@@ -276,6 +277,6 @@ def main(path: str) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--probe"]:
-        sys.stdout.write(msgspec.json.encode(get_hardware()).decode() + "\n")
+        sys.stdout.write(msgspec.json.encode(get_torch_hardware()).decode() + "\n")
     else:
         sys.exit(main(sys.argv[1]))

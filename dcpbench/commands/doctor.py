@@ -61,7 +61,7 @@ def doctor(
         raise UsageError(f"--nodes {run_on.count} is not positive; try --nodes 2, or leave it out.")
     endpoint = split_endpoint(run_on.endpoint) if run_on.endpoint else None
     report = check_machine(output, nnodes=run_on.count, endpoint=endpoint)  # first, as the probe itself uses a GPU
-    probe = launcher.run_probe(point_runner.WORKER)
+    probe = launcher.run_torch_probe(point_runner.WORKER)
     if as_json:
         findings = [msgspec.to_builtins(f) for f in report.findings]
         point_runner.print_json(

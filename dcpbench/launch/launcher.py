@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
 
 WORKER = "dcpbench.worker"
+PROBE = "dcpbench.measuring.hardware"  # program that describes the machine without torch, if it can
 COLLECTIVE = re.compile(  # errors that a rank raises because another one is gone; the other's error is the cause
     r"nccl|gloo|process ?group|connection (reset|closed|refused)|broken pipe|timed? ?out|DistBackend", re.IGNORECASE
 )
@@ -86,9 +87,21 @@ class Work(jobs.Command, frozen=True, kw_only=True):
 
 
 def run_probe(worker: str = WORKER) -> Probe:
-    """Return the hardware of the machine, from a subprocess, so that this process never loads torch."""
+    """Return the hardware of the machine, from a subprocess, so that this process never loads torch or CUDA's driver.
+
+    A worker other than dcpbench's own describes its machine itself.
+    """
+    return _run_probe(PROBE) if worker == WORKER else run_torch_probe(worker)
+
+
+def run_torch_probe(worker: str = WORKER) -> Probe:
+    """Return the hardware of the machine as a worker finds it with torch, which takes seconds."""
+    return _run_probe(worker, "--probe")
+
+
+def _run_probe(*program: str) -> Probe:
     version_check.get_started_package()  # files edited later count as another program
-    command = subprocess_guard.make_tied_command([sys.executable, "-m", worker, "--probe"])
+    command = subprocess_guard.make_tied_command([sys.executable, "-m", *program])
     env = os.environ | version_check.get_environment()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     lines = done.stdout.strip().splitlines()
@@ -97,7 +110,7 @@ def run_probe(worker: str = WORKER) -> Probe:
     except (IndexError, msgspec.DecodeError) as e:
         last = "\n".join(done.stderr.strip().splitlines()[-LOG_LINES:])
         raise WorkerError(
-            f"`{sys.executable} -m {worker} --probe` could not describe this machine (exit code {done.returncode}). "
+            f"`{' '.join([sys.executable, '-m', *program])}` could not describe this machine (exit code {done.returncode}). "
             f"It wrote:\n{last}"
         ) from e
 

@@ -1,56 +1,21 @@
-"""Collect the hardware and software facts of a record, which `dcpbench doctor` shows as well."""
+"""Collect the hardware and software facts of a record."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
-import importlib
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import socket
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 import dcpbench
-from dcpbench.errors import format_install_hint
-from dcpbench.points.device_probe import Probe
+from dcpbench.measuring.hardware import get_version
 from dcpbench.records.record import Environment
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-PACKAGES = (
-    "torch",
-    "triton",
-    "flashinfer",
-    "flash_mla",
-    "nvtx",
-    "pynvml",
-    "safetensors",
-    "transformers",
-    "pandas",
-    "matplotlib",
-    "ruptures",
-    "starlette",
-    "uvicorn",
-)
 ON_LOOPBACK = ("NCCL_SOCKET_IFNAME", "lo")  # NCCL's interface (ranks.make_environment), without effect on results
-WANTED_FOR = {
-    "triton": "--backend triton and every run on a GPU",
-    "flashinfer": f"--backend flashinfer, the default on GPUs other than Hopper, and prompts; {format_install_hint('flashinfer')}",
-    "flash_mla": f"--backend flashmla, on Hopper GPUs; {format_install_hint('flashmla')}",
-    "pynvml": "clocks, power and throttling in records; pip install nvidia-ml-py",
-    "transformers": f"comparing logits with `dcpbench verify --checkpoint`; {format_install_hint('test')}",
-    "ruptures": f"the change points of `dcpbench dashboard`; {format_install_hint('dashboard')}",
-    "starlette": f"`dcpbench dashboard serve`; {format_install_hint('dashboard')}",
-    "uvicorn": f"`dcpbench dashboard serve`; {format_install_hint('dashboard')}",
-}
 
 
 def get_gpu_uuid(device: torch.device) -> str | None:
@@ -70,10 +35,10 @@ def collect_environment(device: torch.device, command: str) -> Environment:
         driver=_get_driver_version() if cuda else None,
         cuda=torch.version.cuda,
         torch=str(torch.__version__),
-        triton=_get_version("triton"),
+        triton=get_version("triton"),
         nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-        flashinfer=_get_version("flashinfer"),
-        flash_mla=_get_version("flash_mla"),
+        flashinfer=get_version("flashinfer"),
+        flash_mla=get_version("flash_mla"),
         python=platform.python_version(),
         dcpbench=dcpbench.__version__,
         settings={
@@ -85,47 +50,6 @@ def collect_environment(device: torch.device, command: str) -> Environment:
         host_hash=_compute_host_hash(torch.cuda.device_count() if cuda else 0),
         command=command,
     )
-
-
-def get_hardware() -> Probe:
-    """Return the hardware of this machine, for packages that must not import torch."""
-    packages = {name: _get_version(name) for name in PACKAGES}
-    problems = [f"{name} is missing, needed for {WANTED_FOR[name]}" for name in WANTED_FOR if packages[name] is None]
-    if not torch.cuda.is_available():
-        why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
-        problems.insert(0, f"no GPU: {why}; runs are functional, on the CPU, and say nothing about performance")
-        return Probe(device="cpu", count=0, name="CPU", packages=packages, problems=problems)
-    properties = torch.cuda.get_device_properties(0)
-    return Probe(
-        device="cuda",
-        count=torch.cuda.device_count(),
-        name=properties.name,
-        memory_bytes=properties.total_memory,
-        l2_bytes=properties.L2_cache_size,
-        capability=f"{properties.major}.{properties.minor}",
-        packages=packages,
-        problems=problems,
-    )
-
-
-def _get_version(package: str) -> str | None:
-    """Return the version of an installed package, or None. It is not imported, because some imports take seconds."""
-    if importlib.util.find_spec(package) is None:
-        return None
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(_list_distributions().get(package, [package])[0])
-    return "unknown"
-
-
-@functools.cache
-def _list_distributions() -> Mapping[str, list[str]]:
-    """Return a mapping of import names to distributions.
-
-    It reads every installed package, which takes most of a second: once, and only for packages with other import names.
-    """
-    return importlib.metadata.packages_distributions()
 
 
 def _compute_host_hash(gpus: int) -> str:

@@ -10,7 +10,7 @@ HOPPER = "9.0"  # compute capability of H100, H200 and H20
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold the result of `python -m dcpbench.worker --probe`, so that torch-free code can query the machine."""
+    """Hold the result of measuring/hardware.py, so that torch-free code can query the machine."""
 
     device: str  # `cuda` or `cpu`
     count: int  # number of GPUs; 0 without CUDA

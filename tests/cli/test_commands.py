@@ -55,7 +55,8 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Run a command in this process with a given machine; commands without a job are quicker this way."""
 
     def run(*args: str, machine: Probe = CPU) -> tuple[int, str, str]:
-        monkeypatch.setattr("dcpbench.launch.launcher.run_probe", lambda _: machine)
+        for name in ("run_probe", "run_torch_probe"):
+            monkeypatch.setattr(f"dcpbench.launch.launcher.{name}", lambda _: machine)
         with pytest.raises(SystemExit) as end:
             cli.main(list(args))
         out, err = capsys.readouterr()
@@ -399,7 +400,7 @@ def test_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyPatc
     def broken(_: object) -> Probe:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("dcpbench.launch.launcher.run_probe", broken)
+    monkeypatch.setattr("dcpbench.launch.launcher.run_torch_probe", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["doctor"])
 

@@ -438,7 +438,9 @@ class TestCommand:
     ) -> None:
         monkeypatch.setattr("dcpbench.doctor._import_driver", lambda: Driver(nvmlDeviceGetMigMode=[1, 1]))
         monkeypatch.setattr(host, "Host", System)
-        monkeypatch.setattr("dcpbench.launch.launcher.run_probe", lambda _: Probe(device="cuda", count=2, name="H200"))
+        monkeypatch.setattr(
+            "dcpbench.launch.launcher.run_torch_probe", lambda _: Probe(device="cuda", count=2, name="H200")
+        )
         with pytest.raises(SystemExit) as end:
             cli.main(["doctor", "-o", str(tmp_path), "--json"])
         report = json.loads(capsys.readouterr().out)
