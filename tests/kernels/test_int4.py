@@ -22,6 +22,7 @@ from tools import int4_tilings
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 """Relative errors caused by rounding, by the dtype of rows: in bf16 the rounding of weights, hidden rows and results."""
+HIDDEN = 7168  # of DeepSeek-V3
 TILINGS = {  # columns, stages, warps, True if weights are the first operand, and blocks of columns of a program
     "gate-up": [(64, 3, 2, True), (64, 4, 4, False), (128, 3, 8, True), (32, 5, 2, True), (32, 4, 1, True)],
     "down": [(64, 3, 2, True, 14), (128, 3, 2, True, 7), (128, 4, 4, True), (128, 3, 4, False), (64, 4, 1, True, 3)],
@@ -301,7 +302,7 @@ def test_tilings_tool_checks_each_product_and_reports_a_wrong_one(tmp_path, caps
     right = int4_experts.compute_product
 
     def compute_wrong(*given, gated, **more):
-        assert int4_experts.choose_tiling(8, 256, gated=gated).weight_first == gated
+        assert int4_experts.choose_tiling(8, 256, 256, 16, gated=gated).weight_first == gated
         return right(*given, gated=gated, **more) * (1.1 if gated else 1)
 
     monkeypatch.setattr(int4_experts, "compute_product", compute_wrong)
@@ -359,9 +360,9 @@ json.dump({"shared": found.metadata.shared, "text": found.asm["ttgir"], "sass": 
 """
 
 
-def compile_product(rows, depth, group, folder, *, gated, target=90):
-    """Compile the chosen tiling without a GPU; return its shared memory, Triton's intermediate text and the instructions."""
-    tiling = int4_experts.choose_tiling(rows, depth, gated=gated)
+def compile_product(rows, depth, group, folder, tiling, target=90):
+    """Compile a tiling without a GPU; return its shared memory, Triton's intermediate text and the instructions."""
+    gated = depth == HIDDEN
     short = depth <= int4_experts.SHORT_DEPTH and rows <= int4_experts.SHORT_ROWS
     types = {
         "x": "*bf16",
@@ -404,26 +405,30 @@ def compile_product(rows, depth, group, folder, *, gated, target=90):
     ("target", "shared_kib", "rows", "group"),
     [(90, 227, 8, 32), (90, 227, 16, 32), (90, 227, 32, 32), (90, 227, 64, 32), (90, 227, 8, 128), (80, 163, 8, 32)],
 )
-@pytest.mark.parametrize(("gated", "depth"), [(True, 7168), (False, 2048), (False, 256)])
+@pytest.mark.parametrize("assignments", [256, 1024])
+@pytest.mark.parametrize(("depth", "columns"), [(HIDDEN, 256), (HIDDEN, 2048), (2048, HIDDEN), (256, HIDDEN)])
 @pytest.mark.long
 def test_product_kernels_compile_for_gpus_and_unpack_in_registers(
-    group, gated, depth, rows, target, shared_kib, tmp_path
+    group, depth, columns, assignments, rows, target, shared_kib, tmp_path
 ):
     """Shared memory holds loaded data and rows alone: unpacked weights are never stored there."""
-    found = compile_product(rows, depth, group, tmp_path, gated=gated, target=target)
+    tiling = int4_experts.choose_tiling(rows, depth, columns, assignments, gated=depth == HIDDEN)
+    found = compile_product(rows, depth, group, tmp_path, tiling, target=target)
     assert found["shared"] <= shared_kib * 1024
     stored = [line for line in found["text"].splitlines() if "local_alloc %" in line]
     assert all(f"x{rows}x" in line or f"<{rows}x" in line for line in stored), stored
 
 
-@pytest.mark.parametrize(("gated", "depth"), [(True, 7168), (False, 2048), (False, 256)])
+@pytest.mark.parametrize("assignments", [256, 1024])
+@pytest.mark.parametrize(("depth", "columns"), [(HIDDEN, 256), (HIDDEN, 2048), (2048, HIDDEN), (256, HIDDEN)])
 @pytest.mark.long
-def test_decode_kernels_take_less_than_two_instructions_per_weight(gated, depth, tmp_path):
+def test_decode_kernels_take_less_than_two_instructions_per_weight(depth, columns, assignments, tmp_path):
     """Count the longest loop of the code for Hopper. A pass of it multiplies a block of weights of each matrix, or all blocks of few
     inputs; 1.125 instructions unpack and scale a weight, and 0.125 are matrix instructions.
     """
-    tiling = int4_experts.choose_tiling(8, depth, gated=gated)
-    sass = compile_product(8, depth, 32, tmp_path, gated=gated)["sass"]
+    gated = depth == HIDDEN
+    tiling = int4_experts.choose_tiling(8, depth, columns, assignments, gated=gated)
+    sass = compile_product(8, depth, 32, tmp_path, tiling)["sass"]
     code = {int(at, 16): text for at, text in re.findall(r"/\*([0-9a-f]{4})\*/ +(.*?);", sass)}
     jumps = [(int(to, 16), at) for at, text in code.items() for to in re.findall(r"BRA .*?0x([0-9a-f]+)", text)]
     instructions = max(sum(to <= at <= end for at in code) for to, end in jumps if to < end)

@@ -23,7 +23,8 @@ FEW_ROWS = 8  # rows of a tile for up to FEW_TOKENS tokens, the fewest that a ma
 FEW_TOKENS = 128  # tokens of which experts, such as DeepSeek-V3's 256, mostly have at most FEW_ROWS
 SHORT_DEPTH = 256  # inputs of a product that a program keeps in registers
 SHORT_ROWS = 16  # largest number of rows of a tile of which it does
-SHORT_PROGRAMS = 1024  # about as many of its programs as an H200 runs at once; a few more would run alone at the end
+FEW_ASSIGNMENTS = 256  # assignments of which experts mostly have one or two
+NARROW = 256  # columns of gate-up of which a program per 64 would leave multiprocessors idle with FEW_ASSIGNMENTS
 PROMPT_ROWS = 64  # rows of a tile with more than MAX_ASSIGNMENTS assignments
 
 
@@ -35,7 +36,8 @@ class Tiling:
     stages: int
     warps: int
     weight_first: bool = True  # True if weights are the first operand, so that rows are the narrow side
-    blocks: int | None = None  # blocks of columns of a program of SHORT_DEPTH; None: chosen by the number of tiles
+    blocks: int | None = None  # blocks of columns of a program of SHORT_DEPTH; None: chosen by `programs`
+    programs: int = 1024  # programs of SHORT_DEPTH in all, about as many as an H200 runs at once
 
 
 @triton.jit
@@ -226,17 +228,28 @@ def choose_rows(tokens: int) -> int | None:
     return FEW_ROWS if tokens <= FEW_TOKENS else None
 
 
-def choose_tiling(rows: int, depth: int, *, gated: bool) -> Tiling:
-    """Return the tiling of a product for tiles of `rows` rows and `depth` inputs.
+def choose_tiling(rows: int, depth: int, columns: int, assignments: int, *, gated: bool) -> Tiling:
+    """Return the tiling of a product for tiles of `rows` rows, `depth` inputs and `columns` outputs.
 
-    For tiles of at most SHORT_ROWS it has the fewest instructions per weight, in code compiled for Hopper, among tilings of which an SM
-    holds 14 warps or more. It has not been measured; `python -m tools.int4_tilings` compares tilings.
+    Up to SHORT_ROWS it is the fastest of six, or within 1 % of it, on an H200 with DeepSeek-V3's experts, whole and divided by 8, at 256
+    and 1,024 assignments; docs/kernels-moe.md. Others are not measured; `python -m tools.int4_tilings` compares tilings.
     """
     if rows >= PROMPT_ROWS:
         return Tiling(columns=128, stages=3, warps=8)
     if rows > SHORT_ROWS:
         return Tiling(columns=64, stages=4, warps=4) if gated else Tiling(columns=128, stages=3, warps=4)
-    return Tiling(columns=64 if gated or depth <= SHORT_DEPTH else 128, stages=3, warps=2)
+    few = assignments <= FEW_ASSIGNMENTS
+    if gated:
+        return (
+            Tiling(columns=32, stages=4, warps=1)
+            if few and columns <= NARROW
+            else Tiling(columns=64, stages=3, warps=2)
+        )
+    if depth > SHORT_DEPTH:
+        return Tiling(columns=128, stages=3, warps=2)
+    if few:
+        return Tiling(columns=128, stages=3, warps=4)
+    return Tiling(columns=64, stages=3, warps=2, programs=6144)
 
 
 def compute_product(
@@ -245,7 +258,7 @@ def compute_product(
     """Return sorted rows of the products with each row's expert; see decode_experts.compute_product."""
     experts, height, depth = weight.shape
     columns = height // 2 if gated else height
-    chosen = tiling or choose_tiling(plan.rows, depth, gated=gated)
+    chosen = tiling or choose_tiling(plan.rows, depth, columns, len(plan.source), gated=gated)
     out = torch.empty(len(plan.source), columns, dtype=x.dtype, device=x.device)
     blocks, most_tiles, spans = triton.cdiv(columns, chosen.columns), plan.tiles.shape[1], weight.scale.shape[1]
     options = {
@@ -262,7 +275,7 @@ def compute_product(
     }
     sizes = (experts, columns, depth)
     if not gated and depth <= SHORT_DEPTH and plan.rows <= SHORT_ROWS:
-        per_program = chosen.blocks or triton.cdiv(blocks, max(1, round(SHORT_PROGRAMS / most_tiles)))
+        per_program = chosen.blocks or triton.cdiv(blocks, max(1, round(chosen.programs / most_tiles)))
         _short_product_kernel[(most_tiles * triton.cdiv(blocks, per_program),)](
             *(x, weight.data, weight.scale, plan.tiles, out, *sizes, plan.tiles.stride(0), per_program),
             SPANS=spans,
