@@ -33,7 +33,10 @@ def format_list(parts: Sequence[str], last: str = "and") -> str:
 
 
 def format_capitalized(text: str) -> str:
-    """Return the text with a capital first letter."""
+    """Return the text with a capital first letter, unless its first word is a name in lower case: vLLM, tp2, dcpbench."""
+    word = re.split(r"[\s']", text, maxsplit=1)[0]
+    if word == "dcpbench" or any(c.isupper() or c.isdigit() for c in word[1:]):
+        return text
     return text[:1].upper() + text[1:]
 
 

@@ -33,6 +33,7 @@ from dcpbench.show.text import (
     fit_line,
     fit_name,
     fit_text,
+    format_capitalized,
     format_count,
     format_list,
     format_markdown_code,
@@ -315,3 +316,18 @@ def test_too_long_path_loses_whole_folders(limit: int, end: str) -> None:
 def test_paths_with_the_same_name_get_parent_folders_until_unique(paths: list[str], names: list[str]) -> None:
     """The root folder can be one of them."""
     assert list(make_unique_names([Path(path) for path in paths]).values()) == names
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("two points failed", "Two points failed"),
+        ("vLLM 0.26.0 measured at a server", "vLLM 0.26.0 measured at a server"),
+        ("dcpbench's engine", "dcpbench's engine"),
+        ("tp2·dcp2 is ahead", "tp2·dcp2 is ahead"),
+        ("a", "A"),
+        ("", ""),
+    ],
+)
+def test_sentences_keep_names_in_lower_case(text, sentence):
+    assert format_capitalized(text) == sentence
