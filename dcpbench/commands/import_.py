@@ -103,7 +103,7 @@ def import_(
 
       dcpbench import benchmarks.json --from guidellm --tp 8 --gpu H200 -o runs/guidellm
 
-      dcpbench report runs/monday runs/vllm -o both
+      dcpbench report runs/monday runs/vllm -o runs/report
     """
     from dcpbench import imports
 

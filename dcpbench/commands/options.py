@@ -182,8 +182,8 @@ class JoinedReportOptions(Group):
         default=False,
     )
     slo: str | None = OPTION(
-        "Objectives for the answer: ttft, itl, tpot, e2el in ms, such as ttft=2000,itl=60, compared with p99 "
-        "if there are enough samples. Default: those that the runs were measured with, else none.",
+        "Objectives for the answer: ttft, itl, tpot, e2el in ms, such as ttft=2000,itl=60, compared with p99, "
+        "or with a lower percentile if there are too few samples. Default: those that the runs were measured with, else none.",
         metavar="NAME=MS,…",
     )
 

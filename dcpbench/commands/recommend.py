@@ -117,7 +117,7 @@ def recommend(
 ) -> int:
     """Recommend a layout, with its confidence and cost, and print how to start SGLang and vLLM in it.
 
-    Layouts without a record are estimated: the floor of each step, the minimum time on the machine, is multiplied by the ratio of measured steps to their floors.
+    Layouts without a record are estimated: the minimum time of each step on the machine (its floor) is multiplied by the ratio of measured to minimum time of similar steps.
     Exit codes: 0 success · 2 options or records that cannot be used · 3 no layout has an answer.
 
     For example:

@@ -26,7 +26,7 @@ def report(
 ) -> int:
     """Write the answer, tables, figures and one self-contained HTML page from the records of one or several runs.
 
-    Example: dcpbench report runs/monday runs/tuesday --as-repeats --slo ttft=2000,itl=60 -o both
+    Example: dcpbench report runs/monday runs/tuesday --as-repeats --slo ttft=2000,itl=60 -o runs/report
     """
     from dcpbench.commands.point_runner import format_no_report, print_if_unjudged, print_left_out, print_paths
     from dcpbench.launch.stopping import print_when_stopped

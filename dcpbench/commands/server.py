@@ -39,8 +39,8 @@ class Layouts(opt.Layouts):
     )
     dcp: str | None = opt.LAYOUT(f"{opt.DCP_DEGREE} Default: 1.")
     ep: str | None = opt.EXPERTS(
-        f"{opt.EP_DEGREE} Default: 1 with --dp for an engine named vllm or sglang, unless its own flags state another degree; "
-        "else unknown."
+        f"{opt.EP_DEGREE} Default: the degree in the engine's own flags; without one, 1 with --dp for an engine named vllm or "
+        "sglang, else unknown."
     )
     exchange: str | None = make_panel("Layouts (comma lists)")(
         "How partial attention outputs are merged over dcp ranks, in the engine's own names: ag_rs or a2a, with SGLang also fi_a2a. A server is started for each value. Default: the engine's default; unknown with --url.",

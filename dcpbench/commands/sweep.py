@@ -37,7 +37,7 @@ class Engines(Group):
         metavar="ARGS",
     )
     rates: Path | None = ENGINE(
-        "With --engine: folder of a run of dcpbench's own engine on this machine; its measured rates give the floor of each step, the minimum time on this machine. Default: no floors.",
+        "With --engine: folder of a run of dcpbench's own engine on this machine. From the memory bandwidth and FLOP/s that it measured, the report computes the minimum time of each step (its floor). Default: no floors.",
         metavar="RUN",
     )
     traces: Path | None = ENGINE(
@@ -52,8 +52,8 @@ class LayerOptions(opt.LayerOptions):
 
     mtp: Mtp | None = opt.MTP
     kv_memory: str | None = opt.HOW(
-        "KV pool per GPU, such as 100GiB or 40GB. Default: all memory that the weights leave; if the model does not fit, "
-        "what the largest point of the layout needs.",
+        "KV pool per GPU, such as 100GiB or 40GB. Default: all memory that the weights leave. If not all layers fit, those that fit "
+        "are run repeatedly, and the default is what the largest point of the layout needs.",
         metavar="SIZE",
     )
 

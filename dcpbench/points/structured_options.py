@@ -349,8 +349,8 @@ class Timeout(StructuredOption, frozen=True, kw_only=True):
         int,
         Key(
             "N",
-            "number of times that a hung or failed point is retried, after all other points. --resume skips a point after N + 1 failures, but "
-            "not before the second.",
+            "number of times that a hung or failed point is retried, after all other points. --resume skips a point that failed N + 1 times, "
+            "at least twice.",
         ),
     ] = 0
     load: Annotated[
