@@ -92,7 +92,7 @@ def format_answer(query: Query, choices: Sequence[Choice]) -> str:
         loads = list(group)
         first, last = loads[0], loads[-1]
         begin = first.requests if first.lengths == last.lengths else first.name
-        runs.append(f"{text} at {last.name if first is last else f'{begin} to {last.name}'}")
+        runs.append(f"at {last.name if first is last else f'{begin} to {last.name}'}, {text}")
     return f"{format_capitalized(_format_gpus(query))}{_format_layers_held(able)}{_format_drafts(query)}: {'; '.join(runs)} ({_format_basis(able)}).{_format_unjudged(choices)}{_format_lock_step(query, able)}"
 
 
@@ -155,12 +155,12 @@ def _format_choice(choice: Choice) -> str:
         first, second = choice.tied[:2]
         more = len(choice.tied) - 2
         rest = f" ({more} more {'is' if more == 1 else 'are'} level with both)" if more else ""
-        return f"{first.who} or {second.who}{rest}, between which only a measurement decides,"
+        return f"{first.who} or {second.who}{rest}, between which only a measurement decides"
     text = f"take {format_taken([choice.best.who])}"
     others = [f.who for f in choice.level if f is not choice.best]
     if not others:
         return text
-    return f"{text} for its KV capacity (its output is level with that of {_format_names(others, 'or')}),"
+    return f"{text}, which is level with {_format_names(others)} in output and has more KV capacity"
 
 
 def format_details(query: Query, choice: Choice) -> list[str]:
@@ -220,7 +220,7 @@ def format_placements(choices: Sequence[Choice]) -> str:
             found.setdefault(verdict, []).append((choice.name, whole.tok_s / cut.tok_s))
     count = sum(map(len, found.values()))
     clauses = [
-        f"{text} in {len(pairs)} ({numbers.format_value_range(ratio for _, ratio in pairs)} the output"
+        f"{text} in {'all ' if len(pairs) == count else ''}{format_count(len(pairs), 'pair')} of layouts ({numbers.format_value_range(ratio for _, ratio in pairs)} the output"
         f"{_format_loads([load for load, _ in pairs], choices)})"
         for text in (CUT_AHEAD, EP_AHEAD, EP_LEVEL)
         if (pairs := found.get(text))
@@ -228,8 +228,8 @@ def format_placements(choices: Sequence[Choice]) -> str:
     if not clauses:
         return ""
     return (
-        f"Expert parallel (ep above 1), compared with tensor-parallel experts (ep1, the engines' default) in {format_count(count, 'pair')} of "
-        f"layouts with attention data parallelism, is {format_list(clauses)}."
+        "With attention data parallelism, expert parallel (ep above 1) compared with tensor-parallel experts (ep1, the engines' default) is "
+        f"{format_list(clauses)}."
     )
 
 
@@ -262,7 +262,7 @@ def format_break_even(choices: Sequence[Choice]) -> str:
     for choice in (*steps, *closed):
         groups.setdefault(choice.lengths, []).append(choice)
     for of, group in groups.items():
-        least, compared = find_break_even(group)
+        least, compared, ratios = find_break_even(group)
         if not compared:
             continue
         ends = dict.fromkeys((min(c.concurrency for c in group), max(c.concurrency for c in group)))
@@ -276,7 +276,8 @@ def format_break_even(choices: Sequence[Choice]) -> str:
             if least is None
             else "the best layout with DCP is clearly ahead of every layout without DCP"
         )
-        sentences.append(f"With {of}, {ahead} {where}.")
+        gain = f": it has {numbers.format_value_range(ratios)} the output of the best of them" if ratios else ""
+        sentences.append(f"With {of}, {ahead} {where}{gain}.")
     return " ".join(sentences)
 
 
@@ -418,7 +419,7 @@ def describe_latencies(forecasts: Sequence[Forecast]) -> list[str]:
     count = sum(band.cases for band in bands if band)
     sentences = [
         (
-            f"The bands of TTFT and ITL p50 are the largest errors of such estimates for {count} measured loads. Each load was estimated from the steps of another model. Other percentiles, TPOT and "
+            f"The bands of TTFT and ITL p50 are the largest errors with which {count} measured loads were estimated from steps of another model. Other percentiles, TPOT and "
             "E2EL have no bands, even where an objective limits them."
         )
     ]

@@ -181,14 +181,20 @@ def compute_price(price: float, of: Forecast) -> tuple[float, float, float]:
     return compute_at(of.tok_s), compute_at(high), compute_at(low)
 
 
-def find_break_even(choices: Sequence[Choice]) -> tuple[int | None, bool]:
-    """Return (lowest concurrency from which DCP is clearly ahead of all without, whether both kinds were compared)."""
+def find_break_even(choices: Sequence[Choice]) -> tuple[int | None, bool, list[float]]:
+    """Return (lowest concurrency from which DCP is clearly ahead of all without, whether both kinds were compared, output of the best
+    layout with DCP over that of the best one without at each load from there on where both fit).
+    """
     compared = []
     for choice in sorted(choices, key=lambda c: c.concurrency):
         with_dcp = [f for f in choice.forecasts if f.point.dcp > 1]
         others = [f for f in choice.forecasts if f.point.dcp == 1]
         if with_dcp and (others or choice.refused):
             best = max(with_dcp, key=compute_tok_s_per_gpu)
-            compared.append((choice.concurrency, all(is_ahead(best, other) for other in others)))
-    start = find_lasting_start([ahead for _, ahead in compared])
-    return (None if start is None else compared[start][0]), bool(compared)
+            second = max(map(compute_tok_s_per_gpu, others), default=None)
+            ratio = None if second is None else compute_tok_s_per_gpu(best) / second
+            compared.append((choice.concurrency, all(is_ahead(best, other) for other in others), ratio))
+    start = find_lasting_start([ahead for _, ahead, _ in compared])
+    if start is None:
+        return None, bool(compared), []
+    return compared[start][0], True, [ratio for *_, ratio in compared[start:] if ratio is not None]

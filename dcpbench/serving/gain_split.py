@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_times import StepTimes
 
 CAPACITY, HITS, STEP_TIME = CAUSES = ("KV capacity", "prefix-cache hits", "step time")
+MEANINGS = {CAPACITY: "requests that run at once", STEP_TIME: "steps of the same requests"}
 OUTPUT, LATENCY = "output_tok_s", "e2el_mean_ms"  # split in closed loops; in open ones, where output follows arrivals
 METRIC_NAMES = {OUTPUT: "output tok/s", LATENCY: "mean end-to-end latency"}
 HEADINGS = {OUTPUT: "output tok/s", LATENCY: "mean end-to-end latency (ms)"}  # of axes and columns
@@ -72,8 +73,11 @@ class GainPart(msgspec.Struct, frozen=True, kw_only=True):
     difference: SignedNumber  # in the unit of the metric
 
     def format_causes(self) -> str:
-        """Return `KV capacity`, or `the overlap of KV capacity and step time`."""
-        return self.causes[0] if len(self.causes) == 1 else f"the overlap of {self.format_overlap()}"
+        """Return `from KV capacity (requests that run at once)`, or `as the effects of KV capacity and step time do not add up`."""
+        if len(self.causes) > 1:
+            return f"as the effects of {self.format_overlap()} do not add up"
+        more = f" ({MEANINGS[self.causes[0]]})" if self.causes[0] in MEANINGS else ""
+        return f"from {self.causes[0]}{more}"
 
     def format_overlap(self) -> str:
         """Return `KV capacity and step time`."""
@@ -113,10 +117,10 @@ class GainSplit(msgspec.Struct, frozen=True, kw_only=True):
 
     def format(self) -> str:
         """Return the gain with its parts in a sentence, as shares of the baseline's value."""
-        parts = [f"{format_share(self.compute_share(part))} from {part.format_causes()}" for part in self.list_shown()]
+        parts = [f"{format_share(self.compute_share(part))} {part.format_causes()}" for part in self.list_shown()]
         return (
-            f"From {self.baseline.layout} to {self.layout.layout}, {METRIC_NAMES[self.metric]} in replay changes by {format_share(self.share)}, the sum of "
-            f"{format_list(parts)} (step time: shorter steps for the same requests)."
+            f"From {self.baseline.layout} to {self.layout.layout}, {METRIC_NAMES[self.metric]} in replay changes by {format_share(self.share)}: "
+            f"{format_list(parts)}."
         )
 
     def list_shown(self) -> list[GainPart]:

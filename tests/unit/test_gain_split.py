@@ -200,6 +200,6 @@ def test_sentence_names_all_parts_and_shared_parts() -> None:
         metric=gain_split.OUTPUT, baseline=ends[0], layout=ends[1], parts=gain_split.separate_parts(results)
     )
     assert found.format() == (
-        "From tp8 to tp8·dcp8, output tok/s in replay changes by +37 %, the sum of +30 % from KV capacity, 0 % from prefix-cache hits, +10 % "
-        "from step time and −3 % from the overlap of KV capacity and step time (step time: shorter steps for the same requests)."
+        "From tp8 to tp8·dcp8, output tok/s in replay changes by +37 %: +30 % from KV capacity (requests that run at once), 0 % from prefix-cache "
+        "hits, +10 % from step time (steps of the same requests) and −3 % as the effects of KV capacity and step time do not add up."
     )

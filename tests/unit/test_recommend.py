@@ -260,7 +260,7 @@ def test_attention_dp_is_forecast_with_both_expert_placements(
     assert (rows["tp4·dp4·ep1"], rows["tp4·dp4·ep4"]) == ("tensor parallel", "expert parallel")
     assert rows["tp4"] == "tensor parallel"
     assert answer_formats.format_placements([choice]).startswith(
-        "Expert parallel (ep above 1), compared with tensor-parallel experts (ep1, the engines' default) in 3 pairs of layouts with attention data parallelism, is "
+        "With attention data parallelism, expert parallel (ep above 1) compared with tensor-parallel experts (ep1, the engines' default) is "
     )
     assert advise._list_placements(query, Layout(4, 4)) == ["1", "tp"]
     assert advise._list_placements(query, Layout(4)) == ["1"]
@@ -1269,11 +1269,11 @@ def choice(*tok_s: float, slo: bool = True) -> advise.Choice:
     ("choice", "answer"),
     [
         (choice(200), "take tp2"),
-        (choice(200, 399), "tp2 or tp4, between which only a measurement decides,"),
-        (choice(200, 400, 600), "tp2 or tp4 (1 more is level with both), between which only a measurement decides,"),
+        (choice(200, 399), "tp2 or tp4, between which only a measurement decides"),
+        (choice(200, 400, 600), "tp2 or tp4 (1 more is level with both), between which only a measurement decides"),
         (
             choice(200, 400, 600, 800),
-            "tp2 or tp4 (2 more are level with both), between which only a measurement decides,",
+            "tp2 or tp4 (2 more are level with both), between which only a measurement decides",
         ),
         (choice(200, slo=False), "no layout meets the SLO, nearest is tp2"),
         (choice(200, 400, 600, 800, 1000, slo=False), "no layout meets the SLO, nearest is tp2, tp4, tp6 or tp8"),
@@ -1281,7 +1281,7 @@ def choice(*tok_s: float, slo: bool = True) -> advise.Choice:
     ids=["one", "two", "three", "four", "missed", "five missed"],
 )
 def test_level_layouts_are_named_together(choice: advise.Choice, answer: str) -> None:
-    assert answer_formats.format_answer(make_query("H200"), [choice]).startswith(f"4 × H200: {answer} at 8 × 4,000 (")
+    assert answer_formats.format_answer(make_query("H200"), [choice]).startswith(f"4 × H200: at 8 × 4,000, {answer} (")
 
 
 def format_rows(query: advise.Query, choice: advise.Choice) -> list[dict[str, str]]:
@@ -1301,6 +1301,20 @@ def test_lead_of_the_best_layout_is_given_with_its_margin() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("rates", "sentence"),
+    [
+        ((400, 480), "With 4,000, the best layout with DCP is clearly ahead of every layout without DCP at concurrency 8, the only one compared: it has 1.20× the output of the best of them."),
+        ((400, 404), "With 4,000, no layout with DCP is clearly ahead of the best layout without DCP at concurrency 8, the only one compared."),
+    ],
+    ids=["ahead", "level"],
+)  # fmt: skip
+def test_gain_of_dcp_is_given_where_it_is_clearly_ahead(rates: tuple[float, float], sentence: str) -> None:
+    plain, dcp = (forecast(rate, tp=4, dcp=degree) for rate, degree in zip(rates, (1, 4), strict=True))
+    found = dataclasses.replace(choice(200), forecasts=[plain, dcp])
+    assert answer_formats.format_break_even([found]) == sentence
+
+
 def capacity(requests: int) -> Capacity:
     """Make the capacity of a layout that holds so many requests."""
     return Capacity(weight_bytes=1, kv_tokens=4000 * requests, requests=requests)
@@ -1312,15 +1326,15 @@ def capacity(requests: int) -> Capacity:
         (
             (9, 15, 99),
             ["→ tp4", "= tp2", "tp6"],
-            "take tp4 for its KV capacity (its output is level with that of tp2),",
+            "take tp4, which is level with tp2 in output and has more KV capacity",
         ),
         (
             (15, 9, 99),
             ["→ tp2", "= tp4", "tp6"],
-            "take tp2 for its KV capacity (its output is level with that of tp4),",
+            "take tp2, which is level with tp4 in output and has more KV capacity",
         ),
-        ((16, 99, 99), ["→ tp2", "→ tp4", "tp6"], "tp2 or tp4, between which only a measurement decides,"),
-        ((100, 103, 1), ["→ tp2", "→ tp4", "tp6"], "tp2 or tp4, between which only a measurement decides,"),
+        ((16, 99, 99), ["→ tp2", "→ tp4", "tp6"], "tp2 or tp4, between which only a measurement decides"),
+        ((100, 103, 1), ["→ tp2", "→ tp4", "tp6"], "tp2 or tp4, between which only a measurement decides"),
     ],
     ids=["more", "fewer", "both hold twice the load", "as many"],
 )
@@ -1330,7 +1344,7 @@ def test_kv_headroom_breaks_ties(held: tuple[int, ...], order: list[str], answer
     capacities = {f.who: capacity(n) for f, n in zip(found.forecasts, held, strict=True)}
     found = dataclasses.replace(found, capacities=capacities)
     assert [row["layout"] for row in format_rows(make_query("H200"), found)] == order
-    assert answer_formats.format_answer(make_query("H200"), [found]).startswith(f"4 × H200: {answer} at 8 × 4,000 (")
+    assert answer_formats.format_answer(make_query("H200"), [found]).startswith(f"4 × H200: at 8 × 4,000, {answer} (")
     assert found.decided == ("take" in answer)
     command = answer_formats.format_details(make_query("H200"), found)[-1]
     assert command.startswith("To decide, run on 2 × H200: dcpbench ab --both ") != found.decided
