@@ -123,6 +123,18 @@ def test_traces_without_steps_are_compared_by_total_counts(tmp_path: Path) -> No
     assert f"{2 * STEPS} in all" in result.stdout
 
 
+def test_waits_of_a_trace_without_steps_count_next_to_one_with_steps(tmp_path: Path) -> None:
+    """Each side has a trace with steps and one without; only the latter waits more often."""
+    for side, times in (("old", 1), ("new", 2)):
+        (tmp_path / side).mkdir()
+        write(tmp_path / side, "a.json", SAMPLE)
+        write(tmp_path / side, "b.json", SAMPLE._replace(times=times), steps=False)
+    result = run_diff(tmp_path / "old", tmp_path / "new")
+    assert result.exit_code == 1
+    assert f"(+{STEPS} outside)" in result.stdout
+    assert f"(+{2 * STEPS} outside)" in result.stdout
+
+
 def test_reports_in_json_are_compared_like_their_traces(tmp_path: Path) -> None:
     old = record(SAMPLE).scan(tmp_path, "a.json")
     new = record(SAMPLE, CHECK).scan(tmp_path, "b.json")

@@ -16,6 +16,7 @@ from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating import comments
 from dcpbench.syncs.gating.config import Allow
 from dcpbench.syncs.gating.gate import Gate, can_be_finding, compute_verdict
+from dcpbench.syncs.sites import merge_sites
 from tests.unit import syncs_builder as build
 
 if TYPE_CHECKING:
@@ -175,6 +176,15 @@ class TestBaseline:
         found = judge(report, baseline=known)
         assert found.exit_code == 3
         assert "--step-range" in found.reasons[0]
+
+    def test_baseline_per_step_does_not_hide_the_waits_of_a_trace_without_steps(self) -> None:
+        """The same site is in a trace with steps, as in the baseline, and 30 times in a trace without."""
+        known = make_baseline(build.report(build.site()))
+        site = merge_sites([[build.site()], [build.site(count=30, count_per_step=None)]])
+        report = build.report(*site, traces=[build.trace(), build.trace("rank1.json", steps=None)])
+        (finding,) = judge(report, baseline=known).findings
+        assert "30 outside the steps here, 0 in the baseline" in finding.message
+        assert judge(report, baseline=make_baseline(report)).exit_code == 0
 
     def test_limits_apply_in_addition_to_a_baseline(self) -> None:
         report = build.report(build.site())
