@@ -19,13 +19,14 @@ from dcpbench.show import ci, streams
 from dcpbench.show.terminal import ProgressLine
 from dcpbench.show.text import format_count, make_printable
 from dcpbench.syncs.call_lines import add_call_lines
-from dcpbench.syncs.files import check_output, drop_copies, expand_names, write_output
+from dcpbench.syncs.files import check_output, select_traces, write_output
 from dcpbench.syncs.formats import PLAIN_WIDTH, changes_text, check_format, github, markdown, render_report
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.config import Allow, find_config, find_root
 from dcpbench.syncs.gating.gate import Gate, can_be_finding, check_limits, compute_verdict
 from dcpbench.syncs.site_changes import Thresholds, compare_reports
 from dcpbench.syncs.site_text import make_report_printable
+from dcpbench.syncs.steps import check_step_range
 from dcpbench.syncs.sync_report import SCHEMA_VERSION, Report, encode_json
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class OutputOptions:
 def prepare_gate(options: GateOptions, out: OutputOptions, detector: baselines.Detector = "scan") -> Gate:
     """Read what the gate needs, before anything takes long.
 
-    The baseline must be one of this detector. A dry run uses the key dry-run-baseline of pyproject.toml, if it is there.
+    The baseline must be one of this detector. A dry run uses the key dry-run-baseline of pyproject.toml, if it is there, and never
+    max-bubble-us.
 
     Raises UsageError for limits, globs, a pyproject.toml, a baseline, a format or an output file that cannot be used.
     """
@@ -90,12 +92,13 @@ def prepare_gate(options: GateOptions, out: OutputOptions, detector: baselines.D
     check_output(out.output, force=out.force)
     check_limits(options.max_per_step, options.max_bubble_us)
     gate, config = _load_gate(options)
+    max_bubble_us = config.max_bubble_us if options.max_bubble_us is None else options.max_bubble_us
     path = options.baseline or (config.dry_run_baseline if detector == "dry-run" else None) or config.baseline
     return dataclasses.replace(
         gate,
         baseline=baselines.read_baseline(path, detector) if path else None,
         max_per_step=config.max_per_step if options.max_per_step is None else options.max_per_step,
-        max_bubble_us=config.max_bubble_us if options.max_bubble_us is None else options.max_bubble_us,
+        max_bubble_us=None if detector == "dry-run" else max_bubble_us,  # a dry run knows no times
     )
 
 
@@ -103,9 +106,9 @@ def _load_gate(options: GateOptions) -> tuple[Gate, Config]:
     """Return a gate with permissions and the range of steps but no limits, and the settings of pyproject.toml."""
     if any(not pattern.strip() for pattern in options.allow):
         raise UsageError("--allow is empty; give a function, such as --allow 'engine.sampler.*'.")
-    for name, folder in (("--root", options.root), ("--source", options.source)):
+    for name, folder, given in (("root", options.root, "root of the repository"), ("source", options.source, "source")):
         if folder is not None and not folder.is_dir():
-            raise UsageError(f"{name} {folder} is not a folder; give the root of the repository.")
+            raise UsageError(f"--{name} {folder} is not a folder; give that of the {given}.")
     try:
         here = (options.root or Path.cwd()).resolve()
     except FileNotFoundError as e:
@@ -113,6 +116,7 @@ def _load_gate(options: GateOptions) -> tuple[Gate, Config]:
     root = here if options.root else find_root(here)
     config = find_config(here, root)
     typed = [Allow(function=g, or_range=True, reason=f"--allow {g}", source="--allow") for g in options.allow]
+    check_step_range(options.step_range)
     step_range = options.step_range or config.step_range
     return Gate(root=root, source=options.source, allow=(*typed, *config.allow), step_range=step_range), config
 
@@ -157,6 +161,8 @@ def run_diff(old: str, new: str, gate_options: GateOptions, options: DiffOptions
 
     A side is what `scan` takes, or the JSON of a report.
     """
+    if options.as_json and options.form not in ("table", "json"):
+        raise UsageError(f"--json and --format {options.form} are two formats; leave one of them out.")
     if options.form not in DIFF_FORMATS:
         raise UsageError(f"There is no format {options.form!r}; give one of {', '.join(DIFF_FORMATS)}.")
     for name, value in (("--tolerance", options.tolerance), ("--min-us", options.min_us)):
@@ -164,7 +170,7 @@ def run_diff(old: str, new: str, gate_options: GateOptions, options: DiffOptions
             raise UsageError(f"{name} {value} is no threshold; give a number from 0.")
     check_output(options.output, force=options.force)
     gate, _ = _load_gate(gate_options)
-    reports = [_read_side(side, gate) for side in (old, new)]
+    reports = [_read_side(side, gate, gate_options.step_range) for side in (old, new)]
     detectors = [{trace.coverage.detector for trace in report.traces} for report in reports]
     if all(detectors) and detectors[0] != detectors[1]:
         names = [" and ".join(sorted(found)) for found in detectors]
@@ -172,7 +178,9 @@ def run_diff(old: str, new: str, gate_options: GateOptions, options: DiffOptions
             f"{old} is of {names[0]} and {new} of {names[1]}, which name operators differently; compare reports of one detector."
         )
     sides = zip(("Old", "New"), reports, strict=True)
-    reasons = [f"{name} side: {reason}" for name, report in sides for reason in compute_verdict(report, gate).reasons]
+    verdicts = [(name, compute_verdict(report, gate)) for name, report in sides]
+    _print_stale([text for text in verdicts[0][1].stale if text in verdicts[1][1].stale])
+    reasons = [f"{name} side: {reason}" for name, verdict in verdicts for reason in verdict.reasons]
     thresholds = Thresholds(share=options.tolerance / 100, microseconds=options.min_us)
     changes = compare_reports(reports[0], reports[1], thresholds, reasons)
     form = "json" if options.as_json else options.form
@@ -200,13 +208,25 @@ def _measure_terminal(output: Path | None) -> tuple[int, bool]:
     return shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns, "NO_COLOR" not in os.environ
 
 
-def _read_side(side: str, gate: Gate) -> Report:
-    """Return the report of a side of `diff`: that in a JSON file of `--format json`, or of the traces."""
+def _print_stale(sentences: Sequence[str]) -> None:
+    """Name permissions of no use on stderr, for commands with a report that has no place for them."""
+    sys.stderr.writelines(f"note: {make_printable(text)}\n" for text in sentences)
+
+
+def _read_side(side: str, gate: Gate, step_range: str | None) -> Report:
+    """Return the report of a side of `diff`: that in a JSON file of `--format json`, or of the traces.
+
+    Raises UsageError if a report is to have other steps, by the --step-range of the command line.
+    """
     path = Path(side)
-    if path.suffix == ".json" and path.is_file():
+    if path.is_file():
         with path.open("rb") as file:
             begins = file.read(64)
         if b'"schema_version"' in begins:
+            if step_range:
+                raise UsageError(
+                    f"{side} is a report, which has its steps: leave --step-range out, or give the traces."
+                )
             return _read_report(path)
     return _scan_files([side], gate)
 
@@ -216,7 +236,7 @@ def _read_report(path: Path) -> Report:
         report = msgspec.json.decode(path.read_bytes(), type=Report)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as e:
         raise UsageError(
-            f"{path} is no report of dcpbench syncs ({e}); write one with `dcpbench syncs scan TRACE --format json -o {path}`."
+            f"{path} is no report of dcpbench syncs ({e}); write one with `dcpbench syncs scan TRACE --format json -o FILE`."
         ) from e
     if report.schema_version != SCHEMA_VERSION:
         raise UsageError(
@@ -253,7 +273,7 @@ def write_baseline(
 
     Operators that were never measured are accepted by the baseline, and named.
     """
-    compute_verdict(report, gate)  # finds what is allowed
+    _print_stale(compute_verdict(report, gate).stale)  # and finds what is allowed
     unmeasured = [name for trace in report.traces for name in trace.coverage.unmeasured]
     made = baselines.build_baseline(filter(can_be_finding, report.sites), detector, unmeasured)
     reasons = compute_verdict(report, dataclasses.replace(gate, baseline=made)).reasons
@@ -275,20 +295,9 @@ def write_baseline(
 def _scan_files(traces: Sequence[str], gate: Gate) -> Report:
     from dcpbench.syncs.scan import scan_traces as read
 
-    paths = drop_copies(expand_names(traces, _report_skipped), _report_repeated)
+    paths = select_traces(traces)
     with ProgressLine() as progress:
         return read(paths, root=gate.root, step_range=gate.step_range, progress=progress)
-
-
-def _report_skipped(path: Path) -> None:
-    """Report a file that is left out: whoever takes it for a trace would believe a clean report."""
-    sys.stderr.write(f"note: {make_printable(str(path))} holds no events of a trace and is left out.\n")
-
-
-def _report_repeated(path: Path, first: Path) -> None:
-    """Report a trace that is there twice: a count over two ranks is expected to be that of two."""
-    this, that = make_printable(str(path)), make_printable(str(first))
-    sys.stderr.write(f"note: {this} holds the same trace as {that} and is counted once.\n")
 
 
 def _write_note(text: str) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import OutputError, TraceError, UsageError
 from dcpbench.records.disks import convert_output_errors
-from dcpbench.show.text import make_natural_key
+from dcpbench.show.terminal import print_stderr
+from dcpbench.show.text import make_natural_key, make_printable
 from dcpbench.show.whole_files import write_output_file
 from dcpbench.syncs.nsys.parquet_export import is_folder as is_export_folder
 from dcpbench.syncs.nsys.per_process import is_export
@@ -29,6 +30,22 @@ NSYS_SUFFIXES = (".sqlite", ".jsonl", ".jsonl.gz")  # suffixes of exports of nsy
 PACKED = tuple(  # suffixes refused with a hint on unpacking: no file may be skipped silently
     f".json{end}" for end in (".xz", ".bz2", ".zst", ".zip", ".tar", ".tar.gz", ".tgz")
 )
+
+
+def select_traces(names: Sequence[str]) -> list[Path]:
+    """Return the files named by files, folders and globs, as `expand_names` does, without copies; name on stderr what is left out.
+
+    Whoever takes a file for a trace, or a copy for that of another rank, would believe a clean report.
+    """
+
+    def report_skipped(path: Path) -> None:
+        print_stderr(f"note: {make_printable(str(path))} holds no events of a trace and is left out.")
+
+    def report_repeated(path: Path, first: Path) -> None:
+        this, that = make_printable(str(path)), make_printable(str(first))
+        print_stderr(f"note: {this} holds the same trace as {that} and is counted once.")
+
+    return drop_copies(expand_names(names, report_skipped), report_repeated)
 
 
 def expand_names(names: Sequence[str], skipped: Callable[[Path], None] = lambda _: None) -> list[Path]:

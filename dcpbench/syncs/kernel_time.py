@@ -10,7 +10,10 @@ import numpy as np
 
 from dcpbench.errors import TraceError
 from dcpbench.records.record import MAX_DISTURBANCE
+from dcpbench.show.text import format_count
 from dcpbench.syncs.scan import Trace, find_trace_steps, read_traces
+from dcpbench.syncs.steps import format_ranges
+from dcpbench.syncs.traces.coverage import list_damage
 from dcpbench.syncs.traces.intervals import match_keys, merge_intervals
 
 if TYPE_CHECKING:
@@ -94,6 +97,7 @@ _PATTERNS = tuple((part, re.compile(pattern)) for part, pattern in PARTS)
 _IN_CUTLASS = re.compile(  # name of a CUTLASS kernel, with the name of the kernel's own class
     r"cutlass::device_kernel<(?:[\w:]*enable_\w+<)?(?:[a-z]\w*::)*(\w+)"
 )
+_RETURN_TYPE = re.compile(r"^[\w:]+::type ")  # of a function template, such as `std::enable_if::type f`
 
 
 class KernelTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +139,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     kernels: list[KernelTime]  # with copies, longest first; times + `idle_us` - `overlap_us` = `step_us`
     exposed_part_us: dict[str, float]  # without overlap by earlier kernels; sum + `idle_us` = `step_us`
     typical: TypicalStep
+    damage: list[str] = []  # why the trace is not complete: clauses that follow its name
 
     @property
     def part_us(self) -> dict[str, float]:
@@ -151,17 +156,18 @@ def find_part(name: str) -> str:
 
 
 def shorten_name(name: str) -> str:
-    """Return a kernel's name without `void`, template arguments and parameters.
+    """Return a kernel's name without its return type, template arguments and parameters.
 
     CUTLASS launches all its kernels through one template, so the name of its argument is kept: `cutlass::device_kernel: GemmUniversal`.
     """
-    text = name.removeprefix("void ")
+    text = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     if found := _IN_CUTLASS.match(text):
         return f"cutlass::device_kernel: {found[1]}"
-    previous = ""
-    while text != previous:
-        previous, text = text, re.sub(r"<[^<>]*>", "", text)
-    return re.sub(r"\(anonymous namespace\)::", "", text).partition("(")[0].strip() or name
+    for brackets in (r"\([^()]*\)", r"<[^<>]*>"):  # a `>` in round brackets, as in `enable_if<(8 > 0)>`, closes nothing
+        count = 1
+        while count:
+            text, count = re.subn(brackets, "", text)
+    return _RETURN_TYPE.sub("", text.partition("(")[0]).strip() or name
 
 
 def measure_steps(
@@ -169,7 +175,7 @@ def measure_steps(
 ) -> list[StepTime]:
     """Return the GPU time of the steps in a trace, one entry for each kind of step.
 
-    Raises TraceError if the file is no trace, or has no GPU work or no steps.
+    Raises TraceError if the file is no trace, or has no GPU work or fewer than two steps.
     """
     return [time for trace in read_traces(path, progress) for time in _measure_trace(trace, step_range)]
 
@@ -181,9 +187,11 @@ def _measure_trace(trace: Trace, step_range: str | None) -> list[StepTime]:
     steps = find_trace_steps(columns, step_range)
     if len(steps) < 2:  # noqa: PLR2004 - a step ends where the next one begins
         raise TraceError(
-            f"{name} has {len(steps)} steps, and at least 2 are needed; record several steps of an engine, or give --step-range."
+            f"{name} has {format_count(len(steps), 'step')}, and at least 2 are needed: record several steps of an engine, or name the "
+            f"range around a step with --step-range. {format_ranges(columns.list_ranges())}"
         )
-    return _compute_times(name, columns, steps)
+    damage = list_damage(columns)
+    return [msgspec.structs.replace(time, damage=damage) for time in _compute_times(name, columns, steps)]
 
 
 def _compute_times(path: str, columns: Columns, steps: Steps) -> list[StepTime]:

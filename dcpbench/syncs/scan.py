@@ -11,7 +11,7 @@ import numpy as np
 from dcpbench.errors import UsageError
 from dcpbench.syncs.nsys.per_process import is_export, read_export
 from dcpbench.syncs.sites import Sync, group_trace_sites, merge_sites
-from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, Work, find_steps
+from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, Work, check_step_range, find_steps, format_ranges
 from dcpbench.syncs.sync_report import Report, Site, TraceSummary, build_report
 from dcpbench.syncs.trace_ranks import is_front_end, parse_file_name
 from dcpbench.syncs.traces.allowed_regions import find_allowed_reasons
@@ -25,7 +25,7 @@ from dcpbench.syncs.traces.blocking import (
 )
 from dcpbench.syncs.traces.bubbles import compute_bubbles, compute_busy_and_idle, find_waited_work
 from dcpbench.syncs.traces.columns import Columns, read_columns
-from dcpbench.syncs.traces.coverage import compute_coverage, format_ranges, has_known_bubbles
+from dcpbench.syncs.traces.coverage import compute_coverage, has_known_bubbles
 from dcpbench.syncs.traces.intervals import ANY_THREAD, find_chains, match_keys
 from dcpbench.syncs.traces.python_lines import Attribution, Repository
 from dcpbench.syncs.traces.reading import TraceReader
@@ -63,12 +63,7 @@ def scan_traces(
         TraceError: A file cannot be read, or is no trace.
         UsageError: The expression is not one, or matches no annotation of any trace.
     """
-    try:
-        re.compile(step_range or "")
-    except re.error as e:
-        raise UsageError(
-            f"--step-range {step_range!r} is no regular expression ({e}); give one such as '^decode_step'"
-        ) from None
+    check_step_range(step_range)
     repository = Repository(root)
     scanned = [of_trace for path in paths for of_trace in _scan_file(path, repository, step_range, progress)]
     summaries = [summary for summary, _, _ in scanned]
@@ -91,7 +86,7 @@ def _scan_file(
         summary.front_end = is_front_end(path.name) and not (seen.gpu_events or seen.runtime_events)
         if summary.front_end:
             seen.notes = []
-        yield summary, sites, "" if summary.steps else format_ranges(columns)
+        yield summary, sites, "" if summary.steps else format_ranges(columns.list_ranges())
 
 
 class Trace(NamedTuple):

@@ -236,6 +236,10 @@ class Columns:
         """Return for each name, by its number, whether it passes the test."""
         return np.array([bool(test(name)) for name in self._name], bool)
 
+    def list_ranges(self) -> list[str]:
+        """Return the name of each annotation; after `close`."""
+        return [self.names[n] for n in self.tables["ranges"].name.tolist()]
+
     def close(self) -> Columns:
         """Return these columns after all blocks were added."""
         self.names, self.stacks = list(self._name), list(self._stack)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from dcpbench.show.text import format_count
-from dcpbench.syncs.steps import HOW_TO_MARK
+from dcpbench.syncs.steps import HOW_TO_MARK, format_ranges
 from dcpbench.syncs.sync_report import Coverage
 from dcpbench.syncs.traces.blocking import API_NAMES, RUNTIMES, SYNC_EVENTS, get_wait_kind, parse_direction
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from dcpbench.syncs.traces.python_lines import Stacks
 
 MAX_CALLS = 3  # calls that are named where none is known
-MAX_RANGES = 5  # ranges that are listed where none marks a step
 MIN_LINKED_SHARE = 0.75  # share of GPU events with a known call; up to 1/8 was queued before profiling (public traces)
 MAX_NAMES = 3  # examples that a sentence names
 _COPIES = tuple(
@@ -142,20 +140,11 @@ def _list_missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
         rejected = f"Numbered ranges ({names}) cover less than half of the work and are not taken for steps. "
         notes.append(
             "No steps are marked: counts per step and warm-up are unknown. Name the range around a step with "
-            f"--step-range. {rejected if names else ''}{advice.steps} {format_ranges(columns)}"
+            f"--step-range. {rejected if names else ''}{advice.steps} {format_ranges(columns.list_ranges())}"
         )
     if len(columns.devices) > 1:
         notes.append("Several GPUs have work in this trace: a bubble is time in which none of them had.")
     return notes
-
-
-def format_ranges(columns: Columns) -> str:
-    """Format the annotations that could be steps, the most frequent first."""
-    found = Counter(columns.names[n] for n in columns.tables["ranges"].name.tolist())
-    if not found:
-        return "There are no ranges in this trace."
-    listed = [f"{name!r} ({times})" for name, times in found.most_common(MAX_RANGES)]
-    return f"Ranges in this trace: {', '.join(listed)}{', …' if len(found) > MAX_RANGES else ''}."
 
 
 def list_damage(columns: Columns) -> list[str]:
