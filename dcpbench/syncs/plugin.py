@@ -215,7 +215,9 @@ def _parse_limit(item: pytest.Item) -> tuple[int | None, tuple[str, ...], str]:
     try:
         return (no_cuda_sync if mark.name == NO else max_cuda_syncs)(*mark.args, **mark.kwargs)
     except (TypeError, ValueError) as error:
-        usage = f"{NO} or {NO}(allow=['engine.sampler.*'])" if mark.name == NO else f"{MAX}(2)"
+        usage = (
+            f"{NO} or {NO}(allow=['engine.sampler.*'])" if mark.name == NO else f"{MAX}(2, allow=['engine.sampler.*'])"
+        )
         raise pytest.UsageError(f"{item.nodeid}: {error}; write @pytest.mark.{usage}") from None
 
 

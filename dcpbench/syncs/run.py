@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 VARIABLE = "DCPBENCH_SYNCS_RECORD"
 CPU_VARIABLE = "DCPBENCH_SYNCS_RECORD_CPU"  # set by tests to record without a GPU, and so without any syncs
 NOTHING_RECORDED = (
-    "No Python process of the program imported torch, or it ignored PYTHONPATH (python -E and -I do, and programs that "
-    "start others with a new environment): nothing was recorded."
+    "Nothing was recorded: no Python process of the program imported torch and then used CUDA or ended by itself, or it "
+    "ignored PYTHONPATH (python -E and -I do, and programs that start others with a new environment)."
 )
 NOT_LOADED = (
     "it ignores or lacks our PYTHONPATH; let the program start it with its own environment, without -E, -I and -S"
@@ -195,11 +195,10 @@ def read_notes(folder: Path) -> list[Note]:
 
 
 def explain_notes(notes: Sequence[Note], recording: Recording) -> list[str]:
-    """Return sentences on processes with a missing trace, or with a trace that lacks something requested."""
+    """Return sentences on what was not recorded as requested, except for traces that `add_notes` calls incomplete."""
     if not notes:
         return [NOTHING_RECORDED]
-    lines = [f"{note.name}: {_explain_no_trace(note, recording)}" for note in notes if not note.trace and note.cuda]
-    lines += [f"{note.name}: {problem}." for note in notes if note.trace for problem in note.problems]
+    lines = [f"{note.name}: {problem}." for note in notes if note.trace and not note.cut for problem in note.problems]
     recorded = [note for note in notes if note.trace]
     if not recorded and not any(note.cuda for note in notes):
         lines.append("No process of the program used CUDA. Without a GPU, dcpbench syncs dry-run says what would wait.")
@@ -221,15 +220,15 @@ def _explain_no_steps(notes: Sequence[Note], recording: Recording) -> str:
 
 
 def _explain_no_trace(note: Note, recording: Recording) -> str:
-    """Return why a process that used CUDA left no trace."""
+    """Return a clause on why a process that used CUDA left no trace, and what to do."""
     if note.problems:
-        return "; ".join(note.problems) + "."
+        return "; ".join(note.problems)
     if not note.steps:
         none = f"--warmup {recording.warmup} leaves none: " if recording.warmup else ""
-        return f"it ended after 0 steps; {none}{_explain_no_steps([note], recording)}"
+        return f"it ended after 0 steps; {none}{_explain_no_steps([note], recording)}".removesuffix(".")
     if note.steps <= recording.warmup:
-        return f"it ended after {format_count(note.steps, 'step')}, and --warmup {recording.warmup} leaves none; give fewer."
-    return "it ended before its trace was written; record fewer steps with --steps."
+        return f"it ended after {format_count(note.steps, 'step')}, and --warmup {recording.warmup} leaves none; give fewer"
+    return "it ended before its trace was written; record fewer steps with --steps"
 
 
 @contextlib.contextmanager
@@ -287,9 +286,13 @@ def add_notes(report: Report, notes: Sequence[Note], recording: Recording) -> No
         trace = traces.get(note.trace)
         if trace is not None:
             trace.coverage.complete = trace.coverage.complete and not note.cut
-            trace.coverage.notes = [*trace.coverage.notes, *(f"{problem}." for problem in note.problems)]
+            if note.cut:
+                trace.coverage.damage = [*trace.coverage.damage, f"is cut short: {'; '.join(note.problems)}"]
+            else:
+                trace.coverage.notes = [*trace.coverage.notes, *(f"{problem}." for problem in note.problems)]
         elif note.cuda:
-            coverage = Coverage(detector="scan", complete=False, notes=[_explain_no_trace(note, recording)])
+            why = f"has left no trace: {_explain_no_trace(note, recording)}"
+            coverage = Coverage(detector="scan", complete=False, damage=[why])
             rank = int(note.rank) if note.rank.isdecimal() else None
             report.traces.append(TraceSummary(path=note.name, rank=rank, coverage=coverage))
 

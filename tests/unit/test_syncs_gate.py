@@ -228,6 +228,7 @@ class TestBaseline:
         [
             (None, "There is no baseline"),
             (b"{", "is no baseline"),
+            (b'{"schema_version": 1, "sites": []}', "is no baseline"),
             (b"\xff", "is no baseline"),
             (b'{"sites": [{"rule": "x"}]}', "is no baseline"),
             (b'{"baseline_version": 9, "detector": "scan"}', "version 9"),
@@ -242,9 +243,16 @@ class TestBaseline:
         with pytest.raises(UsageError, match=f"(?s){message}.*dcpbench syncs baseline TRACE"):
             baselines.read_baseline(tmp_path / "b.json")
 
+    def test_file_that_is_no_baseline_is_not_to_be_overwritten(self, tmp_path: Path) -> None:
+        """It may be a trace or a report."""
+        (tmp_path / "b.json").write_text('{"traceEvents": []}')
+        with pytest.raises(UsageError) as error:
+            baselines.read_baseline(tmp_path / "b.json")
+        assert "--force" not in str(error.value)
+
     def test_baseline_command_quotes_a_path_with_spaces(self, tmp_path: Path) -> None:
         path = tmp_path / "my base.json"
-        for content in (None, "{", '{"baseline_version": 9}'):
+        for content in (None, '{"baseline_version": 9, "detector": "scan"}'):
             if content is not None:
                 path.write_text(content)
             with pytest.raises(UsageError, match=re.escape(f"TRACE -o '{path}'")):

@@ -135,7 +135,7 @@ def explain_no_answer(trace: TraceSummary) -> str:
     """Return why a trace cannot answer, with the option to use; empty if it can, or if it is that of a front end."""
     seen = trace.coverage
     if seen.detector == "dry-run" and not seen.complete:
-        return f"{trace.path} did not run to its end, so what would come after it is unknown: see its error above."
+        return f"{trace.path} did not run to its end, so that later waits are unknown: let it end with exit code 0."
     if seen.detector == "dry-run" and not (seen.ops or trace.front_end or explain_unseen_parts(trace)):
         return (
             f"{trace.path} put nothing on the virtual GPU: let it use device='cuda', or give --assume-device where it "
