@@ -19,7 +19,7 @@ from dcpbench.show import ci, streams
 from dcpbench.show.terminal import ProgressLine
 from dcpbench.show.text import format_count, make_printable
 from dcpbench.syncs.call_lines import add_call_lines
-from dcpbench.syncs.files import check_output, select_traces, write_output
+from dcpbench.syncs.files import check_inputs, check_output, select_traces, write_output
 from dcpbench.syncs.formats import PLAIN_WIDTH, changes_text, check_format, github, markdown, render_report
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.config import Allow, find_config, find_root
@@ -150,7 +150,7 @@ def finish_report(report: Report, gate: Gate, out: OutputOptions) -> int:
 def run_scan(traces: Sequence[str], options: GateOptions, out: OutputOptions, *, all_ranks: bool = False) -> int:
     """Scan traces, write the report and return the exit code; with `all_ranks` no rank's trace may be missing."""
     gate = dataclasses.replace(prepare_gate(options, out), all_ranks=all_ranks)
-    return finish_report(_scan_files(traces, gate), gate, out)
+    return finish_report(_scan_files(traces, gate, out.output), gate, out)
 
 
 DIFF_FORMATS = ("table", "markdown", "json")
@@ -170,7 +170,7 @@ def run_diff(old: str, new: str, gate_options: GateOptions, options: DiffOptions
             raise UsageError(f"{name} {value} is no threshold; give a number from 0.")
     check_output(options.output, force=options.force)
     gate, _ = _load_gate(gate_options)
-    reports = [_read_side(side, gate, gate_options.step_range) for side in (old, new)]
+    reports = [_read_side(side, gate, options.output, gate_options.step_range) for side in (old, new)]
     detectors = [{trace.coverage.detector for trace in report.traces} for report in reports]
     if all(detectors) and detectors[0] != detectors[1]:
         names = [" and ".join(sorted(found)) for found in detectors]
@@ -213,7 +213,7 @@ def _print_stale(sentences: Sequence[str]) -> None:
     sys.stderr.writelines(f"note: {make_printable(text)}\n" for text in sentences)
 
 
-def _read_side(side: str, gate: Gate, step_range: str | None) -> Report:
+def _read_side(side: str, gate: Gate, output: Path | None, step_range: str | None) -> Report:
     """Return the report of a side of `diff`: that in a JSON file of `--format json`, or of the traces.
 
     Raises UsageError if a report is to have other steps, by the --step-range of the command line.
@@ -227,8 +227,9 @@ def _read_side(side: str, gate: Gate, step_range: str | None) -> Report:
                 raise UsageError(
                     f"{side} is a report, which has its steps: leave --step-range out, or give the traces."
                 )
+            check_inputs(output, [path])
             return _read_report(path)
-    return _scan_files([side], gate)
+    return _scan_files([side], gate, output)
 
 
 def _read_report(path: Path) -> Report:
@@ -250,7 +251,7 @@ def create_baseline(traces: Sequence[str], options: GateOptions, output: Path | 
     gate, config = _load_gate(options)
     output = output or config.baseline or Path(BASELINE)
     check_output(output, force=force)
-    return write_baseline(_scan_files(traces, gate), gate, output, force=force)
+    return write_baseline(_scan_files(traces, gate, output), gate, output, force=force)
 
 
 def prepare_baseline_gate(options: GateOptions, out: OutputOptions, path: Path) -> Gate:
@@ -292,10 +293,11 @@ def write_baseline(
     return 0
 
 
-def _scan_files(traces: Sequence[str], gate: Gate) -> Report:
+def _scan_files(traces: Sequence[str], gate: Gate, output: Path | None) -> Report:
     from dcpbench.syncs.scan import scan_traces as read
 
     paths = select_traces(traces)
+    check_inputs(output, paths)
     with ProgressLine() as progress:
         return read(paths, root=gate.root, step_range=gate.step_range, progress=progress)
 

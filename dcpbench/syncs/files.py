@@ -185,6 +185,12 @@ def check_output(path: Path | None, *, force: bool) -> None:
         raise OutputError(f"There is no folder {path.parent}; make it with mkdir -p {shlex.quote(str(path.parent))}.")
 
 
+def check_inputs(output: Path | None, inputs: Iterable[Path]) -> None:
+    """Raise OutputError if writing a file, with --force, would replace one of the files that are read."""
+    if output is not None and any(output.exists() and path.exists() and output.samefile(path) for path in inputs):
+        raise OutputError(f"{output} is itself read; give another file with -o.")
+
+
 def write_output(path: Path, text: str, *, force: bool) -> None:
     """Write a complete file. Raise OutputError as `check_output` does, and OutputError or DiskError if writing fails."""
     check_output(path, force=force)
