@@ -171,20 +171,26 @@ def get_site_name(site: Site) -> str:
     return site.function or site.range or site.op or site.call or site.kind
 
 
+def get_outer_op(site: Site) -> str:
+    """Return the operator that the program called, which tells calls of one line apart; empty if it is `site.op` itself."""
+    return site.op_chain[0] if site.op_chain and site.op_chain[0] != site.op else ""
+
+
 def format_sentence(site: Site) -> str:
     """Format one line about a site, for annotations, alerts and logs."""
     where = f" ({format_place(site)})" if format_place(site) else ""
-    what = site.op or site.call
+    name, what = get_site_name(site), site.op or site.call or get_site_name(site)
+    by = f" by {get_outer_op(site)}" if get_outer_op(site) else ""
     rate = format_per_step(site, form="{} per {} step", form_alone="{} per step")
     much = f"{rate}, " if site.count_per_step is not None else ""
     much += f"{site.count:,} in all" + (f" ({format_waited_share(site)})" if format_waited_share(site) else "")
     much += f", {site.outside:,} of them in no step" if site.outside else ""
     timed = site.wait_us is not None or site.bubble_us is not None
     cost = f", {format_bubble(site.bubble_us)}" if timed else ""
-    called = f", called from {site.called_from}" if site.called_from else ""
+    lines = f", called from {site.called_from}" if site.called_from else ""
     if len(site.call_lines) > 1:
-        called += f", at one of the lines {', '.join(str(line.line) for line in site.call_lines)}"
-    return f"{site.kind}: {f'{what} in ' if what else ''}{get_site_name(site)}{where}{called}, {much}{cost}"
+        lines += f", at one of the lines {', '.join(str(line.line) for line in site.call_lines)}"
+    return f"{site.kind}: {what}{by}{f' in {name}' if name != what else ''}{where}{lines}, {much}{cost}"
 
 
 def format_advice(site: Site, fix: str) -> str:

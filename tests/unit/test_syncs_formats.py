@@ -134,6 +134,16 @@ class TestTable:
         ):
             assert part in text
 
+    def test_calls_of_one_line_are_told_apart_by_the_operator_that_the_program_called(self) -> None:
+        made = (build.site(name, op_chain=[f"my::{name}", "aten::nonzero"], op="aten::nonzero") for name in ("x", "y"))
+        report = add_verdict(build.report(*made))
+        place = "in check_all (python/engine/kv.py:12)"
+        assert [finding.message.partition(",")[0] for finding in report.verdict.findings] == [
+            f"scalar-read: aten::nonzero by my::{name} {place}" for name in ("x", "y")
+        ]
+        assert all(f"by my::{name}" in render(report, "table") for name in ("x", "y"))
+        assert all(f"by <code>my&#58;&#58;{name}" in render(report, "markdown") for name in ("x", "y"))
+
     def test_table_concludes_no_synchronisation_for_clean_reports_only(self) -> None:
         """A trace without GPU events shows no wait, which proves nothing."""
         lines = render(add_verdict(build.report(traces=[build.trace(gpu_events=0)])), "table").splitlines()

@@ -20,6 +20,7 @@ from dcpbench.syncs.site_text import (
     format_times,
     format_trace,
     format_waited_share,
+    get_outer_op,
     get_site_name,
     get_status,
     list_labels,
@@ -90,6 +91,8 @@ def _build_row(site: Site, report: Report) -> tuple[str, ...]:
     where += "".join(f"<br>{format_markdown_code(line)}" for line in format_call_lines(site))
     where += f"<br>called from {format_markdown_code(site.called_from)}" if site.called_from else ""
     count = str(site.count) + (f"<br>{site.waited:,} waited" if format_waited_share(site) else "")
+    op = format_markdown_code(site.op or site.call) if site.op or site.call else NOTHING
+    op += f"<br>by {format_markdown_code(get_outer_op(site))}" if get_outer_op(site) else ""
     words = list_labels(site, report.verdict)
     kind = f"{format_markdown_text(site.rule)}<br>{format_markdown_text(site.kind)}" + (
         f"<br>*{', '.join(words)}*" if words else ""
@@ -98,7 +101,7 @@ def _build_row(site: Site, report: Report) -> tuple[str, ...]:
         SIGNS[get_status(site, report.verdict)],
         kind,
         where,
-        format_markdown_code(site.op or site.call) if site.op or site.call else NOTHING,
+        op,
         count,
         *format_times(site),
         format_markdown_text(format_copy(site)) or NOTHING,

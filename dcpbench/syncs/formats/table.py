@@ -27,6 +27,7 @@ from dcpbench.syncs.site_text import (
     format_trace,
     format_waited_share,
     get_best_line,
+    get_outer_op,
     get_site_name,
     get_status,
     list_labels,
@@ -94,7 +95,7 @@ def _build_table(report: Report, root: Path, width: int) -> Table:
         table.add_row(
             Text("\n".join(kind), style=_get_style(site, report)),
             _format_where(site, root, width // 3),
-            Text(_get_op(site)),
+            Text(_format_op(site, "\n")),
             f"{site.count}\n{site.waited:,} waited" if format_waited_share(site) else str(site.count),
             *format_times(site, "\n"),
             Text(format_copy(site, "\n")),
@@ -137,7 +138,7 @@ def _render_block(site: Site, report: Report, root: Path, width: int) -> Iterato
     each, total, median, p99, _ = format_times(site)
     steps = "" if site.count_per_step is None else f" ({each} per step)"
     facts = (
-        f"op {_get_op(site)}" if _get_op(site) else "",
+        f"op {_format_op(site)}" if _format_op(site) else "",
         f"{format_count(site.count, 'time')}{steps}"
         + (f", {format_waited_share(site)}" if format_waited_share(site) else ""),
         f"wait {total}, median {median}, p99 {p99}",
@@ -147,9 +148,10 @@ def _render_block(site: Site, report: Report, root: Path, width: int) -> Iterato
     yield from (Text(f"  {fact}") for fact in facts if fact)
 
 
-def _get_op(site: Site) -> str:
-    """Return the operator without torch's namespace, or the blocking call."""
-    return site.op.removeprefix("aten::") or site.call
+def _format_op(site: Site, between: str = " ") -> str:
+    """Format the operator, without torch's namespace, and the one that called it; or the blocking call."""
+    outer = get_outer_op(site).removeprefix("aten::")
+    return (site.op.removeprefix("aten::") or site.call) + (f"{between}by {outer}" if outer else "")
 
 
 def _render_rules(report: Report) -> Iterator[RenderableType]:

@@ -243,7 +243,10 @@ def _check_per_step(counted: Sequence[Site], report: Report, gate: Gate) -> Iter
     if total > limit + SLACK:
         named = _format_largest([(count_in_phase(s, phase), s) for s in counted], format_count_per_step)
         step = f"{phase} step" if phase else "step"
-        message = f"{format_count_per_step(total)} synchronisations per {step}, the limit is {format_count_per_step(limit)}: {named}"
+        noun = "synchronisation" if total == 1 else "synchronisations"
+        message = (
+            f"{format_count_per_step(total)} {noun} per {step}, the limit is {format_count_per_step(limit)}: {named}"
+        )
         yield Finding(reason="per-step", message=message)
     yield from _explain_outside(counted)
 
