@@ -24,7 +24,7 @@ import msgspec
 
 from dcpbench.errors import CapacityError, ExitCode, OutputError, UsageError
 from dcpbench.show.text import format_count, make_printable
-from dcpbench.syncs.dry_run_program import RECORDER, suggest_dry_run
+from dcpbench.syncs.dry_run_program import EXAMPLE, RECORDER, suggest_dry_run
 from dcpbench.syncs.process_tree import list_unseen_programs
 from dcpbench.syncs.recorder import child
 from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary, rename_traces
@@ -122,7 +122,7 @@ def run_program(command: Sequence[str], recording: Recording, options: GateOptio
             sys.stderr.write(
                 f"The recorded program {_format_ending(code)}, so this command ends with exit code {verdict:d}.\n"
             )
-        if recording.keep is not None:
+        if recording.keep is not None and any(folder.glob("*.json")):
             sys.stderr.write(f"Traces are in {make_printable(str(recording.keep))}\n")
     return verdict
 
@@ -201,7 +201,7 @@ def explain_notes(notes: Sequence[Note], recording: Recording) -> list[str]:
     lines = [f"{note.name}: {problem}." for note in notes if note.trace and not note.cut for problem in note.problems]
     recorded = [note for note in notes if note.trace]
     if not recorded and not any(note.cuda for note in notes):
-        lines.append("No process of the program used CUDA. Without a GPU, dcpbench syncs dry-run says what would wait.")
+        lines.append(f"No process of the program used CUDA. A dry run finds what would wait without a GPU: {EXAMPLE}")
     if recorded and not any(note.steps for note in recorded):
         lines.append(f"No steps were seen: {_explain_no_steps(recorded, recording)}")
     return lines

@@ -104,7 +104,7 @@ class Watch:
         if not has_cuda():
             raise CapacityError(
                 "There is no CUDA device, so nothing could be seen here; on such a machine write "
-                "`from dcpbench.syncs.dry_run import dry_run` and `with dry_run() as run:`, which says what would."
+                "`from dcpbench.syncs.dry_run import dry_run` and `with dry_run() as run:`, which finds what would wait."
             )
         callbacks.set_listener(_handle_wait)
         self._owner = Owner()
