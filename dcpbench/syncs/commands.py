@@ -60,18 +60,6 @@ class GateOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DiffOptions:
-    """Options of `diff`."""
-
-    form: str = "table"
-    as_json: bool = False
-    output: Path | None = None
-    force: bool = False
-    tolerance: float = 20.0  # percent
-    min_us: float = 10.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     """Format and destination of the report."""
 
@@ -156,21 +144,32 @@ def run_scan(traces: Sequence[str], options: GateOptions, out: OutputOptions, *,
 DIFF_FORMATS = ("table", "markdown", "json")
 
 
-def run_diff(old: str, new: str, gate_options: GateOptions, options: DiffOptions) -> int:
+def run_diff(
+    old: str,
+    new: str,
+    gate_options: GateOptions,
+    *,
+    form: str,
+    as_json: bool,
+    output: Path | None,
+    force: bool,
+    tolerance: float,
+    min_us: float,
+) -> int:
     """Compare two sides, write the result, and return 0 if nothing is new or worse, 1 if something is, and 3 if a side cannot answer.
 
-    A side is what `scan` takes, or the JSON of a report.
+    A side is what `scan` takes, or the JSON of a report; `tolerance` is a percentage.
     """
-    if options.as_json and options.form not in ("table", "json"):
-        raise UsageError(f"--json and --format {options.form} are two formats; leave one of them out.")
-    if options.form not in DIFF_FORMATS:
-        raise UsageError(f"There is no format {options.form!r}; give one of {', '.join(DIFF_FORMATS)}.")
-    for name, value in (("--tolerance", options.tolerance), ("--min-us", options.min_us)):
+    if as_json and form not in ("table", "json"):
+        raise UsageError(f"--json and --format {form} are two formats; leave one of them out.")
+    if form not in DIFF_FORMATS:
+        raise UsageError(f"There is no format {form!r}; give one of {', '.join(DIFF_FORMATS)}.")
+    for name, value in (("--tolerance", tolerance), ("--min-us", min_us)):
         if not 0 <= value < math.inf:
             raise UsageError(f"{name} {value} is no threshold; give a number from 0.")
-    check_output(options.output, force=options.force)
+    check_output(output, force=force)
     gate, _ = _load_gate(gate_options)
-    reports = [_read_side(side, gate, options.output, gate_options.step_range) for side in (old, new)]
+    reports = [_read_side(side, gate, output, gate_options.step_range) for side in (old, new)]
     detectors = [{trace.coverage.detector for trace in report.traces} for report in reports]
     if all(detectors) and detectors[0] != detectors[1]:
         names = [" and ".join(sorted(found)) for found in detectors]
@@ -181,21 +180,21 @@ def run_diff(old: str, new: str, gate_options: GateOptions, options: DiffOptions
     verdicts = [(name, compute_verdict(report, gate)) for name, report in sides]
     _print_stale([text for text in verdicts[0][1].stale if text in verdicts[1][1].stale])
     reasons = [f"{name} side: {reason}" for name, verdict in verdicts for reason in verdict.reasons]
-    thresholds = Thresholds(share=options.tolerance / 100, microseconds=options.min_us)
+    thresholds = Thresholds(share=tolerance / 100, microseconds=min_us)
     changes = compare_reports(reports[0], reports[1], thresholds, reasons)
-    form = "json" if options.as_json else options.form
-    width, terminal = _measure_terminal(options.output)
+    form = "json" if as_json else form
+    width, terminal = _measure_terminal(output)
     if form == "json":
         text = encode_json(changes)
     elif form == "markdown":
         text = changes_text.render_markdown(changes)
     else:
         text = changes_text.render_table(changes, width=width, terminal=terminal)
-    if options.output is None:
+    if output is None:
         _print_text(text, as_json=form == "json")
     else:
-        write_output(options.output, text, force=options.force)
-        _print_text(f"{changes_text.format_summary(changes)}\nWrote {make_printable(str(options.output))}\n")
+        write_output(output, text, force=force)
+        _print_text(f"{changes_text.format_summary(changes)}\nWrote {make_printable(str(output))}\n")
     if changes.reasons:
         return ExitCode.NO_ANSWER
     return ExitCode.WRONG if changes.failing else ExitCode.OK
@@ -322,13 +321,9 @@ def _write_verdict(report: Report) -> None:
 
 
 def _print_text(text: str, *, as_json: bool = False) -> None:
-    """Write to stdout in any encoding: neither a C locale nor a full disk may end in a traceback."""
-    encoding = sys.stdout.encoding or "utf-8"
+    """Write to stdout, with the remedy where its disk is full."""
     try:
-        if as_json:
-            streams.write_json(text)
-        else:
-            sys.stdout.write(text.encode(encoding, errors=streams.HANDLER).decode(encoding))
+        (streams.write_json if as_json else sys.stdout.write)(text)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` is no mistake, and has an exit code of its own
         raise

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,20 +134,16 @@ def get_op_name(op: str) -> str:
     return op.rpartition("::")[2].partition(".")[0]
 
 
-def find_op_rule(op_chain: Sequence[str]) -> Rule | None:
-    """Return the rule implied by the operators around a blocking call, outermost first; None if they imply none."""
-    return _find_op_rule(tuple(op_chain))
-
-
 @functools.lru_cache(maxsize=1 << 12)
-def _find_op_rule(op_chain: tuple[str, ...]) -> Rule | None:
+def find_op_rule(op_chain: tuple[str, ...]) -> Rule | None:
+    """Return the rule implied by the operators around a blocking call, outermost first; None if they imply none."""
     names = [get_op_name(op) for op in op_chain]
     if any(name in SHAPE_OPS for name in names):
         return SHAPE
     return SCALAR if names and names[-1] in SCALAR_OPS else None
 
 
-def find_copy_rule(op_chain: Sequence[str], direction: str, *, waited: bool) -> Rule:
+def find_copy_rule(op_chain: tuple[str, ...], direction: str, *, waited: bool) -> Rule:
     """Return the rule of a blocking copy.
 
     Args:

@@ -12,11 +12,13 @@ import msgspec
 from dcpbench.points.sizes import format_size
 from dcpbench.show.numbers import MICROSECONDS, format_with_unit
 from dcpbench.show.text import format_count, make_printable
+from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.sync_report import Report, get_sort_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dcpbench.syncs.rules import Rule
     from dcpbench.syncs.site_changes import SiteCost
     from dcpbench.syncs.sync_report import Site, TraceSummary, Verdict
 
@@ -193,9 +195,19 @@ def format_sentence(site: Site) -> str:
     return f"{site.kind}: {what}{by}{f' in {name}' if name != what else ''}{where}{lines}, {much}{cost}"
 
 
-def format_advice(site: Site, fix: str) -> str:
+def format_advice(site: Site) -> str:
     """Format the cause, if the trace shows it, and the usual fix."""
+    fix = BY_ID[site.rule].fix
     return f"{site.cause} {fix}" if site.cause else fix
+
+
+def list_rules(report: Report) -> list[tuple[Rule, list[str]]]:
+    """Return the rules of the program's own sites in order of the report, each with its causes as far as the trace shows them."""
+    causes: dict[str, dict[str, None]] = {site.rule: {} for site in report.sites if not site.own}
+    for site in report.sites:
+        if site.cause and not site.own:
+            causes[site.rule][site.cause] = None
+    return [(BY_ID[rule], list(found)) for rule, found in causes.items()]
 
 
 def format_waited_share(site: Site) -> str:

@@ -111,7 +111,7 @@ class DryRun:
             steps_share=steps.share,
             steps_guessed=steps.is_guessed,
             unmeasured=sorted(self.unmeasured),
-            children=self.children.list_processes(),
+            children=[*self.children.started],
             notes=[*NOTES, *[NOT_FOLLOWED] * (not self.follows), *[ASSUMED] * self.assume_device, *unmatched],
         )
         summary = TraceSummary(path=program, steps=len(steps) or None, coverage=coverage)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from dcpbench.show.ci import format_bullet_list, format_markdown_row
 from dcpbench.show.text import format_count, format_markdown_code, format_markdown_text
-from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.site_text import (
     BOUND_NOTE,
     NOTHING,
@@ -24,6 +23,7 @@ from dcpbench.syncs.site_text import (
     get_site_name,
     get_status,
     list_labels,
+    list_rules,
 )
 
 if TYPE_CHECKING:
@@ -109,12 +109,10 @@ def _build_row(site: Site, report: Report) -> tuple[str, ...]:
 
 
 def _render_rules(report: Report) -> str:
-    ids = dict.fromkeys(site.rule for site in report.sites if not site.own and site.rule in BY_ID)
-    causes = {i: dict.fromkeys(s.cause for s in report.sites if s.rule == i and s.cause) for i in ids}
     return "\n".join(
-        f"- **{BY_ID[i].id} {BY_ID[i].kind}**: {BY_ID[i].why} *Fix:* {BY_ID[i].fix}"
-        + "".join(f" *Cause:* {format_markdown_text(cause)}" for cause in causes[i])
-        for i in ids
+        f"- **{rule.id} {rule.kind}**: {rule.why} *Fix:* {rule.fix}"
+        + "".join(f" *Cause:* {format_markdown_text(cause)}" for cause in causes)
+        for rule, causes in list_rules(report)
     )
 
 

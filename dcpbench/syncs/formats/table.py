@@ -13,7 +13,6 @@ from rich.text import Text
 
 from dcpbench.show.terminal import render_to_text
 from dcpbench.show.text import fit_text, format_count, get_path_end
-from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.site_text import (
     BOUND_NOTE,
     count_notes,
@@ -31,6 +30,7 @@ from dcpbench.syncs.site_text import (
     get_site_name,
     get_status,
     list_labels,
+    list_rules,
 )
 
 if TYPE_CHECKING:
@@ -156,13 +156,10 @@ def _format_op(site: Site, between: str = " ") -> str:
 
 def _render_rules(report: Report) -> Iterator[RenderableType]:
     """Yield each kind that occurs: why it waits, the usual fix, and the cause if the trace shows one."""
-    for rule_id in dict.fromkeys(site.rule for site in report.sites if not site.own):
-        rule = BY_ID.get(rule_id)
-        if rule:
-            yield Text.assemble((f"{rule.id} {rule.kind}", "bold"), f"  {rule.why}")
-            yield Text.assemble(("  fix: ", "bold"), rule.fix)
-        for cause in dict.fromkeys(site.cause for site in report.sites if site.rule == rule_id and site.cause):
-            yield Text.assemble(("  cause: ", "bold"), cause)
+    for rule, causes in list_rules(report):
+        yield Text.assemble((f"{rule.id} {rule.kind}", "bold"), f"  {rule.why}")
+        yield Text.assemble(("  fix: ", "bold"), rule.fix)
+        yield from (Text.assemble(("  cause: ", "bold"), cause) for cause in causes)
     yield ""
 
 

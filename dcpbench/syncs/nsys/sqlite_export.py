@@ -61,14 +61,12 @@ class SqliteExport:
             with contextlib.suppress(OSError):
                 if rest.stat().st_size:
                     trouble.lost.append(f"was not written to its end, as {rest.name} in the same folder shows: {AGAIN}")
-        self._db = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)
-        self._db.text_factory = bytes
+        self._db = _connect(path)
         try:
-            rows = self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+            self.tables = _read_table_names(self._db)
         except sqlite3.Error as e:
             self.close()
             raise TraceError(f"{path} is an SQLite database that is damaged or ends early ({e}): {AGAIN}") from None
-        self.tables = {name.decode("utf-8", "replace") for (name,) in rows}
 
     def close(self) -> None:
         """Close the database."""
@@ -199,9 +197,19 @@ def _unpack(numbers: Ints, group: Sequence[tuple[str, int]]) -> Block:
 def find_tables(path: Path) -> set[str] | None:
     """Return the names of the tables of an SQLite database; None if it cannot be read."""
     try:
-        with contextlib.closing(
-            sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)
-        ) as db:
-            return {str(name) for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        with contextlib.closing(_connect(path)) as db:
+            return _read_table_names(db)
     except sqlite3.Error:
         return None
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open a database so that no file is changed or made; its texts are bytes."""
+    db = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)
+    db.text_factory = bytes
+    return db
+
+
+def _read_table_names(db: sqlite3.Connection) -> set[str]:
+    rows = db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+    return {name.decode("utf-8", "replace") for (name,) in rows}

@@ -38,17 +38,13 @@ PACKAGES = frozenset(_PACKAGES.split())  # packages that programs call and rarel
 SOURCE_FOLDERS = ("", "src", "python", "lib")  # import folders of a repository; profilers cut paths by sys.path
 
 
-def _remove_address(name: str) -> str:
-    return _ADDRESS.sub("", name)
-
-
 @functools.lru_cache(maxsize=1 << 16)
 def parse_frame(name: str) -> Frame:
     """Parse `model.py(12): forward` into its parts; built-in functions and `nn.Module: Linear_0` have no file.
 
     The line is the first one of the function, or the call's, depending on the trace.
     """
-    text = _remove_address(name)
+    text = _ADDRESS.sub("", name)
     found = _FRAME.match(text)
     if found is None or found["file"].startswith("<"):
         return Frame("", 0, text)
@@ -213,7 +209,7 @@ class Attribution:
 
     def _find_cached(self, names: tuple[str, ...], line_is: Literal["call", "function"]) -> Line:
         if names not in self._known:
-            self._known[names] = self._build_line(tuple(map(_remove_address, names)), line_is)
+            self._known[names] = self._build_line(tuple(_ADDRESS.sub("", name) for name in names), line_is)
         return self._known[names]
 
     def _build_line(self, stack: tuple[str, ...], line_is: Literal["call", "function"]) -> Line:
