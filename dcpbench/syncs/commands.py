@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ import msgspec
 from dcpbench.errors import ExitCode, UsageError
 from dcpbench.records.disks import make_output_error
 from dcpbench.show import ci, streams
-from dcpbench.show.terminal import ProgressLine
+from dcpbench.show.terminal import ProgressLine, print_stderr
 from dcpbench.show.text import format_count, make_printable
 from dcpbench.syncs.call_lines import add_call_lines
 from dcpbench.syncs.files import check_inputs, check_output, select_traces, write_output
@@ -116,7 +115,7 @@ def finish_report(report: Report, gate: Gate, out: OutputOptions) -> int:
     written too, where GITHUB_STEP_SUMMARY names its file.
     """
     for file in add_call_lines(report, [folder for folder in (gate.source, gate.root) if folder is not None]):
-        _write_note(f"note: {make_printable(file)}{OTHER_SOURCE}")
+        print_stderr(f"note: {make_printable(file)}{OTHER_SOURCE}")
     report.verdict = compute_verdict(report, gate)
     width, terminal = _measure_terminal(out.output)
     text = render_report(report, out.form, root=gate.root, width=width, terminal=terminal)
@@ -299,13 +298,6 @@ def _scan_files(traces: Sequence[str], gate: Gate, output: Path | None) -> Repor
     check_inputs(output, paths)
     with ProgressLine() as progress:
         return read(paths, root=gate.root, step_range=gate.step_range, progress=progress)
-
-
-def _write_note(text: str) -> None:
-    """Write a sentence to stderr, in lines of a terminal's width."""
-    if sys.stderr.isatty():
-        text = textwrap.fill(text, shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns)
-    sys.stderr.write(f"{text}\n")
 
 
 def _write_verdict(report: Report) -> None:

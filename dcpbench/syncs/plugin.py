@@ -195,7 +195,7 @@ def _check_body(item: pytest.Item) -> Iterator[None]:
     if limit is not None and checked.count > limit:
         allowed = f"at most {limit}" if limit else "none"
         times = "1 CUDA synchronisation" if checked.count == 1 else f"{checked.count} CUDA synchronisations"
-        pytest.fail(f"{times} where {allowed} may be, {checked.words}:\n\n{checked.text()}", pytrace=False)
+        pytest.fail(f"{times} where {allowed} may be, {checked.reason}:\n\n{checked.text()}", pytrace=False)
 
 
 def _needs_check(item: pytest.Item) -> bool:

@@ -93,7 +93,7 @@ ALLOCATION = Rule(
     "cudaFree waits for all work on the device: empty_cache() and a caching allocator that runs out of memory call "
     "it. Pinning memory (cudaHostAlloc) does not wait for the GPU, but takes the host tenths of a millisecond per "
     "MiB.",
-    "Allocate and pin before the first step and use it again; leave the caching allocator room.",
+    "Allocate and pin before the first step and use it again; leave memory free for the caching allocator.",
 )
 DRIVER = Rule(
     "SYNC010",
@@ -106,7 +106,7 @@ COPY = Rule(
     "SYNC011",
     "blocking-copy",
     "A copy blocks the host",
-    "A copy whose direction the trace does not say was made with a blocking call, or waited for.",
+    "A copy of unknown direction was made with a blocking call, or waited for.",
     "Use pinned memory and non_blocking=True, or cudaMemcpyAsync on a stream of your own.",
 )
 TIMING = Rule(

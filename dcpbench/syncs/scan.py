@@ -33,16 +33,13 @@ from dcpbench.syncs.traces.reading import TraceReader
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-    from typing import Any
 
     from numpy.typing import NDArray
 
     from dcpbench.syncs.traces.blocking import BlockingCalls
     from dcpbench.syncs.traces.columns import Table
-    from dcpbench.syncs.traces.intervals import Floats
+    from dcpbench.syncs.traces.intervals import Floats, Ints
     from dcpbench.syncs.traces.python_lines import Line, Stacks
-
-    Ints = NDArray[Any]
 
 
 _NUMBERS = re.compile(r"\d+")
@@ -57,7 +54,7 @@ def scan_traces(
         paths: Trace files, one per rank or more.
         root: Repository to which paths in the traces are made relative.
         step_range: Regular expression for annotations that mark steps; None finds them by itself.
-        progress: Told what is being read.
+        progress: Called with the file and the number of events so far.
 
     Raises:
         TraceError: A file cannot be read, or is no trace.

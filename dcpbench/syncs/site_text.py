@@ -1,4 +1,4 @@
-"""Format sites and traces as text: printable names, times and sizes with units, and how a site stands in a verdict."""
+"""Format sites and traces as text: printable names, times and sizes with units, and the status of a site in a verdict."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def get_site_name(site: Site) -> str:
 
 
 def get_outer_op(site: Site) -> str:
-    """Return the operator that the program called, which tells calls of one line apart; empty if it is `site.op` itself."""
+    """Return the operator that the program called, which distinguishes calls of one line; empty if it is `site.op` itself."""
     return site.op_chain[0] if site.op_chain and site.op_chain[0] != site.op else ""
 
 
@@ -239,7 +239,7 @@ def list_labels(site: Site, verdict: Verdict) -> list[str]:
 
 
 def get_status(site: Site, verdict: Verdict) -> SiteStatus:
-    """Return how a site stands in a judged report."""
+    """Return the status of a site in a judged report."""
     if site.own:
         return "own"
     if site.allowed:

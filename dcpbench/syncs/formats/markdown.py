@@ -93,9 +93,9 @@ def _build_row(site: Site, report: Report) -> tuple[str, ...]:
     count = str(site.count) + (f"<br>{site.waited:,} waited" if format_waited_share(site) else "")
     op = format_markdown_code(site.op or site.call) if site.op or site.call else NOTHING
     op += f"<br>by {format_markdown_code(get_outer_op(site))}" if get_outer_op(site) else ""
-    words = list_labels(site, report.verdict)
+    labels = list_labels(site, report.verdict)
     kind = f"{format_markdown_text(site.rule)}<br>{format_markdown_text(site.kind)}" + (
-        f"<br>*{', '.join(words)}*" if words else ""
+        f"<br>*{', '.join(labels)}*" if labels else ""
     )
     return (
         SIGNS[get_status(site, report.verdict)],

@@ -72,19 +72,19 @@ def _build_rule(rule: Rule) -> Json:
 
 
 def _build_result(site: Site, report: Report) -> Json:
-    stands = get_status(site, report.verdict)
+    status = get_status(site, report.verdict)
     text = f"{format_message(site, report.verdict)}. {format_advice(site)}"
     result: Json = {
         "ruleId": site.rule,
         "ruleIndex": RULES.index(BY_ID[site.rule]),
-        "level": LEVELS.get(stands, "note"),
+        "level": LEVELS.get(status, "note"),
         "message": {"text": encode_text(text)},
         "locations": [_build_location(site)],
         "partialFingerprints": {FINGERPRINT: site.fingerprint},
         "occurrenceCount": max(1, site.count),
         "properties": _build_properties(site),
     }
-    if stands == "allowed":
+    if status == "allowed":
         result["suppressions"] = [{"kind": "external", "justification": encode_text(site.allowed)}]
     return result
 

@@ -90,8 +90,8 @@ def _build_table(report: Report, root: Path, width: int) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("copy", overflow="fold", max_width=14)
     for site in report.sites:
-        words = list_labels(site, report.verdict)
-        kind = [site.rule, site.kind, *([f"[{', '.join(words)}]"] if words else [])]
+        labels = list_labels(site, report.verdict)
+        kind = [site.rule, site.kind, *([f"[{', '.join(labels)}]"] if labels else [])]
         table.add_row(
             Text("\n".join(kind), style=_get_style(site, report)),
             _format_where(site, root, width // 3),
@@ -130,9 +130,9 @@ def _format_link(site: Site, root: Path, width: int) -> Text:
 
 def _render_block(site: Site, report: Report, root: Path, width: int) -> Iterator[Text]:
     """Format a site for a narrow terminal."""
-    words = list_labels(site, report.verdict)
+    labels = list_labels(site, report.verdict)
     head = Text(f"{site.rule} {site.kind}", style=_get_style(site, report) + " bold")
-    yield head.append(f" [{', '.join(words)}]" if words else "")
+    yield head.append(f" [{', '.join(labels)}]" if labels else "")
     for line in _format_where(site, root, width).split("\n"):
         yield Text("  ").append_text(line)
     each, total, median, p99, _ = format_times(site)

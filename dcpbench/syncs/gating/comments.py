@@ -54,20 +54,32 @@ class Comments:
         return next((note for note in found if note.reason), found[0] if found else None)
 
 
-def _read_source(root: Path, file: str) -> _Source | None:
-    """Return comments and syntax of a file; None if it is not in the repository or cannot be read."""
+def parse_source(path: Path, root: Path | None = None) -> tuple[str, ast.Module | None] | None:
+    """Return the text of a Python file and its syntax tree, None if this interpreter cannot parse it; None without a readable file.
+
+    Files of more than MAX_SOURCE_BYTES are not read, nor files outside `root`.
+    """
     try:
-        path = (root / file).resolve()
-        if not path.is_relative_to(root.resolve()) or not path.is_file() or path.stat().st_size > MAX_SOURCE_BYTES:
+        if root is not None and not path.resolve().is_relative_to(root.resolve()):
             return None
-        with tokenize.open(path) as f:
-            text = f.read()
+        if not path.is_file() or path.stat().st_size > MAX_SOURCE_BYTES:
+            return None
+        with tokenize.open(path) as file:
+            text = file.read()
     except (OSError, SyntaxError, ValueError):
         return None
     try:
-        tree = ast.parse(text)
+        return text, ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        tree = None
+        return text, None
+
+
+def _read_source(root: Path, file: str) -> _Source | None:
+    """Return comments and syntax of a file; None if it is not in the repository or cannot be read."""
+    parsed = parse_source(root / file, root)
+    if parsed is None:
+        return None
+    text, tree = parsed
     source = _Source({}, set(), tree)
     with contextlib.suppress(tokenize.TokenError, SyntaxError):  # what was read up to there still counts
         for token in tokenize.generate_tokens(io.StringIO(text).readline):

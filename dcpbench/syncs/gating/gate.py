@@ -147,8 +147,8 @@ def explain_no_answer(trace: TraceSummary) -> str:
         return ""
     if seen.foreign:
         return (
-            f"{trace.path} holds work of another accelerator than CUDA, HIP and XPU ({', '.join(seen.foreign)}), whose "
-            "waits are not known: check the program with `dcpbench syncs dry-run -- python PROGRAM`, or record it on "
+            f"{trace.path} holds work of another accelerator than CUDA, HIP and XPU ({', '.join(seen.foreign)}), with "
+            "unknown waits: check the program with `dcpbench syncs dry-run -- python PROGRAM`, or record it on "
             "one of these."
         )
     if not seen.gpu_events:

@@ -41,7 +41,7 @@ NOTES = (
     "Waits of libraries that call the CUDA driver or runtime themselves, outside torch, are not seen.",
     "What NCCL's own threads and blocking collectives wait for is not seen.",
     "Allocations that wait, such as cudaMalloc, cudaFree and cudaHostAlloc, are not seen.",
-    "How long the host waited and what it cost the GPU is not measured; a trace tells (dcpbench syncs run).",
+    "How long the host waited and what it cost the GPU is not measured; use a trace (dcpbench syncs run).",
 )
 OTHER_THREADS = "Of other threads, copies to and from pageable memory with non_blocking=True are not seen."
 

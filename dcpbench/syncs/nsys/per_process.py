@@ -6,6 +6,7 @@ Ids of calls and work are those of a process, so that processes must not be mixe
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
@@ -238,7 +239,7 @@ class _Reader:
             if table == schema.KERNELS:
                 name = self._number_names(process, rows["demangledName"], str)
             else:
-                name = _number_rows(process.columns, [n.tolist() for n in _get_name_columns(table, rows)], table)
+                name = _number_rows(process.columns, rows, table)
             columns = process.columns
             columns.devices |= set(np.unique(rows["deviceId"]).tolist()) - {ABSENT}
             process.end = max(process.end, float(rows["end"].max()) / _NS_PER_US)
@@ -260,13 +261,12 @@ class _Reader:
         for process, rows in self._split(block, block["globalPid"]):
             kinds = rows["syncType"]
             alone = (kinds == schema.STREAM_WAIT) & (rows["eventId"] == schema.NO_EVENT)
-            kinds = np.where(alone, schema.STREAM_SYNC, kinds)
-            kinds = np.where((kinds < 0) | (kinds >= len(schema.SYNC_TYPES)), ABSENT, kinds)
+            rows["syncType"] = np.where(alone, schema.STREAM_SYNC, kinds)
             process.columns.add_rows(
                 "syncs",
                 rows["start"] / _NS_PER_US,
                 _end(rows),
-                name=_number_rows(process.columns, [kinds.tolist()], schema.SYNCS),
+                name=_number_rows(process.columns, rows, schema.SYNCS),
                 external=np.full(len(kinds), NONE),
                 correlation=_clean_ids(rows["correlationId"]),
             )
@@ -304,7 +304,7 @@ class _Reader:
             domains[process, int(block["domainId"][row])] = _decode(text)
 
     def _make_ranges(self, process: _Process, rows: Block) -> Block:
-        """Return the columns of some ranges, their names still as texts, as only their domain tells whether they count."""
+        """Return the columns of some ranges, their names still as texts, because only their domain shows if they count."""
         ids = rows["textId"]
         lacking = [i for i, text in zip(ids.tolist(), rows["text"], strict=True) if text is None and i != ABSENT]
         missing = np.array(sorted({i for i in lacking if i not in self.strings}), np.int64)
@@ -517,29 +517,17 @@ def _parse_thread(global_tid: int) -> tuple[int, int]:
     return global_tid >> schema.PROCESS_SHIFT & schema.ID_MASK, global_tid & schema.ID_MASK
 
 
-def _get_name_columns(table: str, rows: Block) -> list[Ints]:
-    """Return the columns on which the name of copies, fills and graphs depends."""
-    names = {schema.COPIES: ("copyKind", "srcKind", "dstKind"), schema.FILLS: ("memKind",)}
-    found = [rows[name] for name in names.get(table, ())]
-    return found or [np.zeros(len(rows["start"]), np.int64)]
+_NAMES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {  # columns of which the name of a row is made, and how
+    schema.COPIES: (("copyKind", "srcKind", "dstKind"), schema.format_copy),
+    schema.FILLS: (("memKind",), schema.format_fill),
+    schema.GRAPHS: (("streamId",), lambda _: "CUDA graph"),
+    schema.SYNCS: (("syncType",), schema.format_sync),
+}
 
 
-def _number_rows(columns: Columns, keys: list[list[int]], table: str) -> NDArray[np.int32]:
-    """Return the numbers of names that follow from these columns; unknown numbers have none, which counts as unreadable."""
-    known: dict[tuple[int, ...], int] = {}
-    numbers = []
-    for key in zip(*keys, strict=True):
-        if key not in known:
-            known[key] = columns.number_name(_format_name(table, key))
-        numbers.append(known[key])
-    return np.array(numbers, np.int32)
-
-
-def _format_name(table: str, key: tuple[int, ...]) -> str:
-    if table == schema.COPIES:
-        return schema.format_copy(*key)
-    if table == schema.FILLS:
-        return schema.format_fill(*key)
-    if table == schema.SYNCS:
-        return "" if key[0] == ABSENT else schema.SYNC_TYPES[key[0]]
-    return "CUDA graph"
+def _number_rows(columns: Columns, rows: Block, table: str) -> NDArray[np.int32]:
+    """Return the numbers of the names of these rows; unknown kinds have none, which counts as unreadable."""
+    names, format_name = _NAMES[table]
+    number = functools.cache(lambda *key: columns.number_name(format_name(*key)))
+    keys = zip(*(rows[name].tolist() for name in names), strict=True)
+    return np.array([number(*key) for key in keys], np.int32)

@@ -117,6 +117,11 @@ def format_fill(kind: int) -> str:
     return f"Memset ({MEMORY_KINDS[kind] if 0 <= kind < len(MEMORY_KINDS) else MEMORY_KINDS[-1]})"
 
 
+def format_sync(kind: int) -> str:
+    """Return the name of a synchronisation as Kineto writes it; empty for a number that means nothing."""
+    return SYNC_TYPES[kind] if 0 <= kind < len(SYNC_TYPES) else ""
+
+
 def get_process(ids: Ints) -> Ints:
     """Return the processes of globalTids or globalPids; ABSENT where there is none."""
     return np.where(ids == ABSENT, ABSENT, ids >> PROCESS_SHIFT)
