@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.rules import Rule
     from dcpbench.syncs.site_changes import SiteCost
-    from dcpbench.syncs.sync_report import Site, TraceSummary, Verdict
+    from dcpbench.syncs.sync_report import Site, Totals, TraceSummary, Verdict
 
 SiteStatus = Literal["finding", "counted", "known", "allowed", "warm-up", "may block", "own"]
 """finding: fails the gate alone; counted: adds to a limit that is exceeded; known: within baseline and limits."""
@@ -65,6 +65,11 @@ def format_bubble(value: float | None) -> str:
     return "bubble not known" if value is None else f"bubble at most {format_microseconds(value)}"
 
 
+def is_timed(cost: Site | Totals) -> bool:
+    """Return False for waits without times, as in a dry run, which have no cost to show."""
+    return cost.wait_us is not None or cost.bubble_us is not None
+
+
 def format_count_per_step(value: float | None) -> str:
     """Format a count per step, such as 2 or 0.25; a dash without steps."""
     return NOTHING if value is None else f"{value:.4g}"
@@ -90,8 +95,8 @@ def format_trace(trace: TraceSummary) -> str:
     """Return one line about a trace: what was seen in it, and which ranges are its steps."""
     seen = trace.coverage
     if trace.front_end:
-        name = "vLLM's front end" if seen.detector == "scan" else "a process"
-        return f"Left out {trace.path}: the trace of {name}, which uses no GPU."
+        name = "vLLM's front end" if seen.detector == "scan" else "this process"
+        return f"Left out {trace.path}: {name} uses no GPU."
     facts = [] if trace.rank is None else [f"rank {trace.rank}{f' of {trace.world_size}' if trace.world_size else ''}"]
     facts += [seen.detector] if seen.detector != "scan" else []
     facts += [format_steps(trace)] if trace.steps or seen.detector == "scan" else []
@@ -187,8 +192,7 @@ def format_sentence(site: Site) -> str:
     much = f"{rate}, " if site.count_per_step is not None else ""
     much += f"{site.count:,} in all" + (f" ({format_waited_share(site)})" if format_waited_share(site) else "")
     much += f", {site.outside:,} of them in no step" if site.outside else ""
-    timed = site.wait_us is not None or site.bubble_us is not None
-    cost = f", {format_bubble(site.bubble_us)}" if timed else ""
+    cost = f", {format_bubble(site.bubble_us)}" if is_timed(site) else ""
     lines = f", called from {site.called_from}" if site.called_from else ""
     if len(site.call_lines) > 1:
         lines += f", at one of the lines {', '.join(str(line.line) for line in site.call_lines)}"

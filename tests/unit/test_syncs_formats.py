@@ -144,6 +144,14 @@ class TestTable:
         assert all(f"by my::{name}" in render(report, "table") for name in ("x", "y"))
         assert all(f"by <code>my&#58;&#58;{name}" in render(report, "markdown") for name in ("x", "y"))
 
+    def test_sites_without_times_have_no_cost(self) -> None:
+        """A dry run knows no times."""
+        site = build.site(wait_us=None, wait_median_us=None, bubble_us=None)
+        report = add_verdict(build.report(site, traces=[build.trace(detector="dry-run")]))
+        assert "Total: 10 synchronisations at 1 site.\n" in render(report, "table", width=60)
+        assert "**10 synchronisations** at **1 site**\n" in render(report, "markdown")
+        assert not any("wait –" in render(report, form, width=60) for form in ("table", "markdown"))
+
     def test_table_concludes_no_synchronisation_for_clean_reports_only(self) -> None:
         """A trace without GPU events shows no wait, which proves nothing."""
         lines = render(add_verdict(build.report(traces=[build.trace(gpu_events=0)])), "table").splitlines()

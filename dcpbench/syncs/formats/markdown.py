@@ -22,6 +22,7 @@ from dcpbench.syncs.site_text import (
     get_outer_op,
     get_site_name,
     get_status,
+    is_timed,
     list_labels,
     list_rules,
 )
@@ -118,5 +119,5 @@ def _render_rules(report: Report) -> str:
 
 def _render_totals(report: Report) -> str:
     t = report.totals
-    cost = f" · wait {format_microseconds(t.wait_us)} · {format_bubble(t.bubble_us)}" if t.sites else ""
+    cost = f" · wait {format_microseconds(t.wait_us)} · {format_bubble(t.bubble_us)}" if is_timed(t) else ""
     return f"**{format_count(t.syncs, 'synchronisation')}** at **{format_count(t.sites, 'site')}**{cost}"

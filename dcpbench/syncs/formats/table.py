@@ -29,6 +29,7 @@ from dcpbench.syncs.site_text import (
     get_outer_op,
     get_site_name,
     get_status,
+    is_timed,
     list_labels,
     list_rules,
 )
@@ -141,8 +142,8 @@ def _render_block(site: Site, report: Report, root: Path, width: int) -> Iterato
         f"op {_format_op(site)}" if _format_op(site) else "",
         f"{format_count(site.count, 'time')}{steps}"
         + (f", {format_waited_share(site)}" if format_waited_share(site) else ""),
-        f"wait {total}, median {median}, p99 {p99}",
-        format_bubble(site.bubble_us),
+        f"wait {total}, median {median}, p99 {p99}" if is_timed(site) else "",
+        format_bubble(site.bubble_us) if is_timed(site) else "",
         f"copy {format_copy(site)}" if format_copy(site) else "",
     )
     yield from (Text(f"  {fact}") for fact in facts if fact)
@@ -165,7 +166,7 @@ def _render_rules(report: Report) -> Iterator[RenderableType]:
 
 def _render_totals(report: Report) -> Iterator[str]:
     t = report.totals
-    cost = f", wait {format_microseconds(t.wait_us)}, {format_bubble(t.bubble_us)}" if t.sites else ""
+    cost = f", wait {format_microseconds(t.wait_us)}, {format_bubble(t.bubble_us)}" if is_timed(t) else ""
     yield f"Total: {format_count(t.syncs, 'synchronisation')} at {format_count(t.sites, 'site')}{cost}."
     if t.bubble_us is not None:
         yield BOUND_NOTE
