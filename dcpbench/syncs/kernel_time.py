@@ -17,7 +17,7 @@ from dcpbench.syncs.traces.coverage import list_damage
 from dcpbench.syncs.traces.intervals import match_keys, merge_intervals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -92,7 +92,7 @@ that does the work of two parts belongs to the first of them here, such as a nor
 Products of a shared expert have the names of other projections, and activations of dense layers those of experts.
 """
 _PATTERNS = tuple((part, re.compile(pattern)) for part, pattern in PARTS)
-
+_PART_NAMES = (*(part for part, _ in PARTS), UNKNOWN)
 
 _IN_CUTLASS = re.compile(  # name of a CUTLASS kernel, with the name of the kernel's own class
     r"cutlass::device_kernel<(?:[\w:]*enable_\w+<)?(?:[a-z]\w*::)*(\w+)"
@@ -200,59 +200,69 @@ def _compute_times(path: str, columns: Columns, steps: Steps) -> list[StepTime]:
     moments = np.where(launch >= 0, calls.start[launch], gpu.start) if len(calls) else gpu.start
     step_of = np.array([-1 if i is None else i for i in steps.find_indices(moments)])
     begins = np.array([gpu.start[step_of == i].min(initial=np.inf) for i in range(len(steps))])
-    timeline = _make_timeline(columns, launch)
+    timeline = _make_timeline(columns, launch, np.arange(len(gpu)))
     found = []
     for kind, members in steps.find_steady().items():
         whole = [i for i in members if i + 1 < len(steps) and begins[i] < begins[i + 1] < np.inf]
         if whole:
-            typical = _find_typical_step(timeline, begins, whole)
-            found.append(_average(path, kind, columns, step_of, begins, whole, typical))
+            rows = np.flatnonzero(np.isin(step_of, whole))
+            exposed_us = _sum_parts(_make_timeline(columns, launch, rows)) / len(whole)
+            found.append(_average(path, kind, columns, rows, begins, whole, exposed_us, timeline))
     return found
 
 
 class _Timeline(NamedTuple):
-    """Hold all GPU work of a trace in order of start, with the time since the work before it ended."""
+    """Hold GPU work in order of start, with the time since the work before it ended."""
 
     start: NDArray[np.float64]
     reached: NDArray[np.float64]  # end of all work that began earlier; not after `start`
     exposed: NDArray[np.float64]  # time in which no work that began earlier runs
     late: NDArray[np.bool_]  # True if the GPU was idle before the call that launched the work had returned
-    part: NDArray[np.int64]
-    parts: tuple[str, ...]
+    part: NDArray[np.int64]  # number in _PART_NAMES
 
 
-def _make_timeline(columns: Columns, launch: NDArray[np.int64]) -> _Timeline:
-    """Return the GPU work of a trace; `launch` is the index of the call that launched each row, -1 if it is unknown.
+def _make_timeline(columns: Columns, launch: NDArray[np.int64], rows: NDArray[np.int64]) -> _Timeline:
+    """Return these rows of the GPU work; `launch` is the index of the call that launched each row, -1 if it is unknown.
 
     A graph is launched by one call, and its later kernels wait for the kernels before them, not for the host.
     """
     gpu, calls = columns.tables["gpu"], columns.tables["calls"]
-    order = np.argsort(gpu.start, kind="stable")
+    order = rows[np.argsort(gpu.start[rows], kind="stable")]
     start, end, launch = gpu.start[order], gpu.end[order], launch[order]
     reached = np.concatenate([start[:1], np.maximum.accumulate(end)[:-1]])
     first = np.concatenate([[True], launch[1:] != launch[:-1]])
     returned = np.where(launch >= 0, calls.end[launch], -np.inf) if len(calls) else np.full(len(start), -np.inf)
-    parts = (*(part for part, _ in PARTS), UNKNOWN)
-    part_of = np.array([parts.index(find_part(name)) for name in columns.names])
+    names, name = np.unique(gpu.name[order], return_inverse=True)
+    part_of = np.array([_PART_NAMES.index(find_part(columns.names[number])) for number in names])
     return _Timeline(
         start=start,
         reached=np.minimum(reached, start),
         exposed=np.maximum(end - np.maximum(start, reached), 0.0),
         late=first & (returned > reached),
-        part=part_of[gpu.name[order]],
-        parts=parts,
+        part=part_of[name],
     )
+
+
+def _sum_parts(timeline: _Timeline, rows: slice = slice(None)) -> NDArray[np.float64]:
+    """Return the time of each of _PART_NAMES that no kernel with an earlier start covers."""
+    found = np.bincount(timeline.part[rows], timeline.exposed[rows], minlength=len(_PART_NAMES))
+    return found.astype(np.float64)
+
+
+def _name_parts(us: Iterable[float]) -> dict[str, float]:
+    """Return the parts that take time, the longest first."""
+    return dict(sorted(((p, t) for p, t in zip(_PART_NAMES, us, strict=True) if t > 0), key=lambda item: -item[1]))
 
 
 def _find_typical_step(timeline: _Timeline, begins: NDArray[np.float64], members: Sequence[int]) -> TypicalStep:
     """Return the medians over these steps, each of which ends where the next one begins."""
     of_step = [_divide_step(timeline, begins[i], begins[i + 1]) for i in members]
     *parts, idle_us, host_wait_us = np.median(of_step, axis=0).tolist()
-    part_us = {part: us for part, us in zip(timeline.parts, parts, strict=True) if us > 0}
+    part_us = _name_parts(parts)
     step_us = sum(part_us.values()) + idle_us
     return TypicalStep(
         step_us=step_us,
-        part_us=dict(sorted(part_us.items(), key=lambda item: -item[1])),
+        part_us=part_us,
         idle_us=idle_us,
         host_wait_us=host_wait_us,
         durations_us=[float(begins[i + 1] - begins[i]) for i in members],
@@ -262,7 +272,7 @@ def _find_typical_step(timeline: _Timeline, begins: NDArray[np.float64], members
 def _divide_step(timeline: _Timeline, begin: float, end: float) -> NDArray[np.float64]:
     """Return the time of each part, the time without work, and that in which the host had not launched the next work."""
     inside = slice(*np.searchsorted(timeline.start, [begin, end]).tolist())
-    busy = np.bincount(timeline.part[inside], timeline.exposed[inside], minlength=len(timeline.parts))
+    busy = _sum_parts(timeline, inside)
     since = np.maximum(timeline.reached, begin)
     gap = np.maximum(np.minimum(timeline.start, end) - since, 0.0)
     waits = float(gap[timeline.late & (timeline.start > begin) & (timeline.reached < end)].sum())
@@ -273,24 +283,24 @@ def _average(
     path: str,
     kind: str,
     columns: Columns,
-    step_of: NDArray[np.int64],
+    rows: NDArray[np.int64],
     begins: NDArray[np.float64],
     members: Sequence[int],
-    typical: TypicalStep,
+    exposed_us: NDArray[np.float64],
+    timeline: _Timeline,
 ) -> StepTime:
-    """Return the means over these steps, each of which is followed by another one."""
+    """Return the means over these steps with these rows of GPU work; each step is followed by another one."""
     gpu = columns.tables["gpu"]
-    chosen = np.isin(step_of, members)
-    start, end, names = gpu.start[chosen], gpu.end[chosen], gpu.name[chosen]
+    start, end, names = gpu.start[rows], gpu.end[rows], gpu.name[rows]
     busy_start, busy_end = merge_intervals(start, end)
     busy, total, count = float((busy_end - busy_start).sum()), float((end - start).sum()), len(members)
     step_us = float(sum(begins[i + 1] - begins[i] for i in members)) / count
     times: dict[tuple[str, str], tuple[float, int]] = {}
     for number in np.unique(names):
-        rows = names == number
+        of_name = names == number
         key = shorten_name(columns.names[number]), find_part(columns.names[number])
         us, launches = times.get(key, (0.0, 0))
-        times[key] = us + float((end - start)[rows].sum()), launches + int(rows.sum())
+        times[key] = us + float((end - start)[of_name].sum()), launches + int(of_name.sum())
     kernels = [
         KernelTime(name=name, part=part, per_step=launches / count, us=us / count)
         for (name, part), (us, launches) in sorted(times.items(), key=lambda item: -item[1][0])
@@ -303,21 +313,6 @@ def _average(
         idle_us=step_us - busy / count,
         overlap_us=(total - busy) / count,
         kernels=kernels,
-        exposed_part_us=_sum_exposed_parts([columns.names[number] for number in names], start, end, count),
-        typical=typical,
+        exposed_part_us=_name_parts(exposed_us.tolist()),
+        typical=_find_typical_step(timeline, begins, members),
     )
-
-
-def _sum_exposed_parts(
-    names: Sequence[str], start: NDArray[np.float64], end: NDArray[np.float64], count: int
-) -> dict[str, float]:
-    """Return the time of each part over `count` steps that no kernel with an earlier start covers, the longest first."""
-    order = np.argsort(start, kind="stable")
-    reached = np.concatenate([[-np.inf], np.maximum.accumulate(end[order])[:-1]])
-    exposed = np.maximum(end[order] - np.maximum(start[order], reached), 0.0) / count
-    part_of = {name: find_part(name) for name in set(names)}
-    found: dict[str, float] = {}
-    for place, us in zip(order, exposed.tolist(), strict=True):
-        part = part_of[names[place]]
-        found[part] = found.get(part, 0.0) + us
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
