@@ -118,7 +118,7 @@ def read_traces(path: Path, progress: Callable[[str], None] | None = None) -> li
         rank = parse_file_name(path.name).rank if len(processes) == 1 else None
         return [Trace(f"{path} ({name})" if name else str(path), columns, rank) for name, columns in processes]
     reader = TraceReader(path)
-    columns = read_columns(reader.read_blocks(), reader.trouble, count_events)
+    columns = read_columns(reader.read_blocks(), reader.problems, count_events)
     return [Trace(str(path), columns, reader.rank, reader.world_size)]
 
 
@@ -219,7 +219,7 @@ def _build_syncs(columns: Columns, blocking: BlockingCalls, placed: _CallPlaces,
     alone = ~np.isin(blocking.thread, ranges.thread)
     inside = find_chains(ranges, blocking.start, np.where(alone, ANY_THREAD, blocking.thread))
     priced = compute_bubbles(columns, blocking) if has_known_bubbles(columns) else None
-    untimed = bool(columns.trouble.untimed_events)
+    untimed = bool(columns.problems.untimed_events)
     names, reasons = columns.names, find_waited_work(columns, blocking)
     step_starts = set(steps.start.tolist())
     of_step = steps.find_indices(blocking.start)

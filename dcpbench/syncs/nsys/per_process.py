@@ -65,10 +65,10 @@ def read_export(path: Path, progress: Callable[[int], None] | None = None) -> li
     Raises:
         TraceError: The file cannot be opened, or is no export of nsys.
     """
-    trouble = ReadProblems()
+    problems = ReadProblems()
     try:
-        with pause_garbage_collector(), contextlib.closing(_open(path, trouble, progress)) as export:
-            found = _Reader(export, trouble, progress).read()
+        with pause_garbage_collector(), contextlib.closing(_open(path, problems, progress)) as export:
+            found = _Reader(export, problems, progress).read()
     except OSError as e:
         raise TraceError(f"{path} cannot be read: {e.strerror or e}") from None
     if not found:
@@ -76,14 +76,14 @@ def read_export(path: Path, progress: Callable[[int], None] | None = None) -> li
     return found
 
 
-def _open(path: Path, trouble: ReadProblems, progress: Callable[[int], None] | None) -> Export:
+def _open(path: Path, problems: ReadProblems, progress: Callable[[int], None] | None) -> Export:
     if path.is_dir():
-        return ParquetExport(path, trouble)
+        return ParquetExport(path, problems)
     with path.open("rb") as file:
         is_database = file.read(len(sqlite_export.MAGIC)) == sqlite_export.MAGIC
     if not is_database:
-        return JsonLinesExport(path, trouble, progress)
-    export = SqliteExport(path, trouble)
+        return JsonLinesExport(path, problems, progress)
+    export = SqliteExport(path, problems)
     if not export.tables & {*schema.EVENTS, schema.STRINGS}:
         export.close()
         raise TraceError(explain_database(path, export.tables))
@@ -93,8 +93,8 @@ def _open(path: Path, trouble: ReadProblems, progress: Callable[[int], None] | N
 class _Process:
     """Hold what was read of one process."""
 
-    def __init__(self, trouble: ReadProblems) -> None:
-        self.columns = Columns(trouble, recorder="nsys")
+    def __init__(self, problems: ReadProblems) -> None:
+        self.columns = Columns(problems, recorder="nsys")
         self.calls: list[Block] = []
         self.backtraces: list[Ints] = []  # rows (thread, correlation, call chain)
         self.ranges: list[Block] = []
@@ -118,8 +118,8 @@ class _Sample(NamedTuple):
 
 
 class _Reader:
-    def __init__(self, export: Export, trouble: ReadProblems, progress: Callable[[int], None] | None) -> None:
-        self.export, self.trouble = export, trouble
+    def __init__(self, export: Export, problems: ReadProblems, progress: Callable[[int], None] | None) -> None:
+        self.export, self.problems = export, problems
         self.progress = progress if not isinstance(export, JsonLinesExport) else None
         self.processes: dict[int, _Process] = {}
         self.strings: dict[int, str] = {}
@@ -159,7 +159,7 @@ class _Reader:
         first = int(keys[0])
         for key in [first] if (keys == first).all() else np.unique(keys).tolist():
             if key not in self.processes:
-                self.processes[key] = _Process(self.trouble)
+                self.processes[key] = _Process(self.problems)
             rows = np.flatnonzero(keys == key)
             yield self.processes[key], block if len(rows) == len(keys) else _take_rows(block, rows)
 
@@ -168,7 +168,7 @@ class _Reader:
         missing = block["start"] == ABSENT
         if not missing.any():
             return block
-        self.trouble.unreadable_events += int(missing.sum())
+        self.problems.unreadable_events += int(missing.sum())
         return _take_rows(block, np.flatnonzero(~missing))
 
     def _number_names(self, process: _Process, ids: Ints, convert: Callable[[str], str]) -> NDArray[np.int32]:
@@ -193,7 +193,7 @@ class _Reader:
         classes = block["eventClass"]
         calls = np.isin(classes, (ABSENT, schema.RUNTIME, schema.DRIVER, schema.CUDA_API))
         other = ~calls & ~np.isin(classes, (schema.BACKTRACE, *schema.OTHER_CLASSES))
-        self.trouble.unreadable_events += int(other.sum())
+        self.problems.unreadable_events += int(other.sum())
         for process, part in self._split(block, block["globalTid"]):
             is_call = np.isin(part["eventClass"], (ABSENT, schema.RUNTIME, schema.DRIVER, schema.CUDA_API))
             traced = np.flatnonzero(part["eventClass"] == schema.BACKTRACE)
@@ -222,7 +222,7 @@ class _Reader:
     def _convert_call(self, name: str) -> str:
         plain = schema.normalise_call(name)
         if schema.is_damaged_call(plain):
-            self.trouble.unreadable_events += 1
+            self.problems.unreadable_events += 1
         return plain
 
     def _number_threads(self, process: _Process, ids: Ints) -> NDArray[np.int32]:
@@ -281,7 +281,7 @@ class _Reader:
             ranges = np.isin(kinds, (schema.PUSH_POP, schema.START_END))
             near = [kind ^ (1 << bit) for kind in (schema.PUSH_POP, schema.START_END) for bit in range(7)]
             damaged = ~ranges & np.isin(kinds, near) & ~np.isin(kinds, (schema.MARK, schema.DOMAIN, *schema.OTHER_NVTX))
-            self.trouble.unreadable_events += int(damaged.sum())
+            self.problems.unreadable_events += int(damaged.sum())
             rows = np.flatnonzero(ranges)
             if not len(rows):
                 continue
@@ -314,7 +314,7 @@ class _Reader:
             self.strings.get(i) if text is None else text for text, i in zip(rows["text"], ids.tolist(), strict=True)
         ]
         nameless = sum(i != ABSENT and i not in self.strings for i in lacking)
-        self.trouble.unreadable_events += nameless
+        self.problems.unreadable_events += nameless
         numbers = [process.number_range(text) for text in texts]
         return {
             "start": rows["start"] / _NS_PER_US,
@@ -431,7 +431,7 @@ def _add_ranges(process: _Process, left_out: set[int]) -> None:
 def _finish(process: _Process) -> Columns:
     columns = process.columns.close()
     lost = _list_lost_work(columns)
-    columns.trouble.lost += [clause for clause in lost if clause not in columns.trouble.lost]
+    columns.problems.lost += [clause for clause in lost if clause not in columns.problems.lost]
     return columns
 
 

@@ -50,8 +50,8 @@ class _NotPackedError(Exception):
 class SqliteExport:
     """Give the tables of an SQLite export. The file is not changed, and no other file is made."""
 
-    def __init__(self, path: Path, trouble: ReadProblems) -> None:
-        self.path, self.trouble = path, trouble
+    def __init__(self, path: Path, problems: ReadProblems) -> None:
+        self.path, self.problems = path, problems
         with path.open("rb") as file:
             header = file.read(_HEADER_BYTES)
         if len(header) < _HEADER_BYTES:
@@ -60,7 +60,9 @@ class SqliteExport:
             rest = path.with_name(path.name + suffix)
             with contextlib.suppress(OSError):
                 if rest.stat().st_size:
-                    trouble.lost.append(f"was not written to its end, as {rest.name} in the same folder shows: {AGAIN}")
+                    problems.lost.append(
+                        f"was not written to its end, as {rest.name} in the same folder shows: {AGAIN}"
+                    )
         self._db = _connect(path)
         try:
             self.tables = _read_table_names(self._db)
@@ -80,14 +82,14 @@ class SqliteExport:
             self._check(table)
             yield from self._read_rows(table, schema.COLUMNS[table], texts)
         except sqlite3.Error as e:
-            self.trouble.lost.append(f"has a table {table} that cannot be read to its end ({e}): {AGAIN}")
+            self.problems.lost.append(f"has a table {table} that cannot be read to its end ({e}): {AGAIN}")
 
     def _check(self, table: str) -> None:
         """Note damage to the structure of a table; pages that were lost would otherwise be rows that never were."""
         (found,) = self._db.execute(f"PRAGMA quick_check('{table}')").fetchone()
         if found != b"ok":
             what = " ".join(found.decode("utf-8", "replace").split())
-            self.trouble.lost.append(f"has a damaged table {table} ({what}): {AGAIN}")
+            self.problems.lost.append(f"has a damaged table {table} ({what}): {AGAIN}")
 
     def _read_rows(self, table: str, ints: Sequence[str], texts: Sequence[str]) -> Iterator[Block]:
         """Yield the rows, small columns packed into one where the numbers allow it."""
@@ -140,7 +142,7 @@ class SqliteExport:
         block: Block = {}
         for name, values in zip(names, columns, strict=False):
             block[name], odd = schema.make_ints(values)
-            self.trouble.unreadable_events += odd
+            self.problems.unreadable_events += odd
         return block
 
     def read_strings(self, ids: Ints) -> dict[int, str]:
@@ -156,7 +158,7 @@ class SqliteExport:
                 query = f"SELECT id, value FROM {schema.STRINGS} WHERE id IN ({marks})"  # noqa: S608 -- marks alone
                 found |= {i: text.decode("utf-8", "replace") for i, text in self._db.execute(query, some) if text}
         except sqlite3.Error as e:
-            self.trouble.lost.append(f"has strings that cannot be read ({e}): {AGAIN}")
+            self.problems.lost.append(f"has strings that cannot be read ({e}): {AGAIN}")
         return found
 
 

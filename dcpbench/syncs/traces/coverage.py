@@ -67,7 +67,7 @@ _STEP = re.compile(r"(.*\D)\d+", re.DOTALL)
 
 def compute_coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage:
     """Return what is in a trace and what therefore cannot be seen."""
-    tables, trouble = columns.tables, columns.trouble
+    tables, problems = columns.tables, columns.problems
     calls = len(tables["calls"])
     lost, foreign = list_damage(columns), _find_foreign(columns)
     return Coverage(
@@ -82,7 +82,7 @@ def compute_coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage
         steps_by_phase=steps.count_phases(),
         steps_share=steps.share,
         steps_guessed=steps.is_guessed,
-        unreadable_events=trouble.unreadable_events,
+        unreadable_events=problems.unreadable_events,
         complete=not lost,
         damage=lost,
         foreign=foreign,
@@ -107,7 +107,7 @@ def _find_foreign(columns: Columns) -> list[str]:
 def _list_repairs(columns: Columns) -> list[str]:
     """Return notes on what was repaired or left out without loss."""
     notes = []
-    if columns.trouble.not_numbers:
+    if columns.problems.not_numbers:
         notes.append("The file holds NaN or infinity, which JSON does not have; they were read as no number.")
     if columns.repeated:
         notes.append(
@@ -149,26 +149,26 @@ def _list_missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
 
 def list_damage(columns: Columns) -> list[str]:
     """Return why a trace is not complete: clauses that follow its name, each with what to type."""
-    trouble = columns.trouble
+    problems = columns.problems
     lost = []
-    if trouble.truncated:
+    if problems.truncated:
         lost.append("ends early, so that syncs may be missing: record it again, with fewer steps")
-    if trouble.unreadable_events:
-        events = format_count(trouble.unreadable_events, "event")
+    if problems.unreadable_events:
+        events = format_count(problems.unreadable_events, "event")
         lost.append(f"holds {events} that could not be read, so that syncs may be missing: record it again")
-    if trouble.untimed_events:
-        events = format_count(trouble.untimed_events, "event")
+    if problems.untimed_events:
+        events = format_count(problems.untimed_events, "event")
         lost.append(
             f"holds {events} of calls or GPU work without a duration that can be, so that bubbles are not known: "
             "record it again"
         )
-    if trouble.repaired:
+    if problems.repaired:
         lost.append(
-            f"holds text that is not JSON and was repaired ({_format_names(trouble.repaired)}), so that calls may not be "
+            f"holds text that is not JSON and was repaired ({_format_names(problems.repaired)}), so that calls may not be "
             "known by their names: record it again"
         )
-    if trouble.behind:
-        lost.append(f"goes on with {trouble.behind}, which was not read: scan each trace from a separate file")
+    if problems.behind:
+        lost.append(f"goes on with {problems.behind}, which was not read: scan each trace from a separate file")
     read = [columns.tables[kind].name for kind in ("calls", "gpu", "syncs", "ranges")]
     wrong = sorted(filter(_is_damaged, (columns.names[n] for n in np.unique(np.concatenate(read)).tolist())))
     if wrong:
@@ -176,7 +176,7 @@ def list_damage(columns: Columns) -> list[str]:
             f"holds names that are one bit away from names that would be read ({_format_names(wrong)}): it was damaged, so "
             "record or copy it again"
         )
-    return [*lost, *dict.fromkeys(trouble.lost), *_explain_unlinked(columns)]
+    return [*lost, *dict.fromkeys(problems.lost), *_explain_unlinked(columns)]
 
 
 def _format_names(names: Iterable[str]) -> str:
@@ -218,7 +218,7 @@ def _group_by_length(words: frozenset[str]) -> dict[int, list[int]]:
 def has_known_bubbles(columns: Columns) -> bool:
     """Return whether GPU work has durations and known calls, without which idle time has no meaning."""
     linked = _find_linked(columns)
-    return not columns.trouble.untimed_events and bool(linked.sum() >= max(MIN_LINKED_SHARE * len(linked), 1))
+    return not columns.problems.untimed_events and bool(linked.sum() >= max(MIN_LINKED_SHARE * len(linked), 1))
 
 
 def _find_linked(columns: Columns) -> NDArray[np.bool_]:
