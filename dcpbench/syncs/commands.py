@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,8 +115,6 @@ def finish_report(report: Report, gate: Gate, out: OutputOptions) -> int:
     Every command that makes a report ends here; the verdict is set in place. With the format github the step summary is
     written too, where GITHUB_STEP_SUMMARY names its file.
     """
-    for file in add_call_lines(report, [folder for folder in (gate.source, gate.root) if folder is not None]):
-        print_stderr(f"note: {make_printable(file)}{OTHER_SOURCE}")
     report.verdict = compute_verdict(report, gate)
     width, terminal = _measure_terminal(out.output)
     text = render_report(report, out.form, root=gate.root, width=width, terminal=terminal)
@@ -297,7 +296,17 @@ def _scan_files(traces: Sequence[str], gate: Gate, output: Path | None) -> Repor
     paths = select_traces(traces)
     check_inputs(output, paths)
     with ProgressLine() as progress:
-        return read(paths, root=gate.root, step_range=gate.step_range, progress=progress)
+        report = read(paths, root=gate.root, step_range=gate.step_range, progress=progress)
+    locate_calls(report, gate)
+    return report
+
+
+def locate_calls(report: Report, gate: Gate) -> None:
+    """Find the lines that can make the calls of a scanned trace; name source files of another version on stderr."""
+    for file in add_call_lines(report, [folder for folder in (gate.source, gate.root) if folder is not None]):
+        text = f"note: {make_printable(file)}{OTHER_SOURCE}"
+        columns = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
+        print_stderr(textwrap.fill(text, columns) if sys.stderr.isatty() else text)
 
 
 def _write_verdict(report: Report) -> None:

@@ -259,6 +259,7 @@ def _remove_notes(folder: Path) -> None:
 def _scan_folder(folder: Path, recording: Recording, gate: Gate) -> Report:
     """Return the report on the traces, completed from the notes."""
     from dcpbench.show.terminal import ProgressLine
+    from dcpbench.syncs.commands import locate_calls
     from dcpbench.syncs.files import expand_names
     from dcpbench.syncs.scan import scan_traces
 
@@ -271,6 +272,7 @@ def _scan_folder(folder: Path, recording: Recording, gate: Gate) -> Report:
             report = scan_traces(
                 expand_names([str(folder)]), root=gate.root, step_range=gate.step_range, progress=progress
             )
+    locate_calls(report, gate)
     add_notes(report, notes, recording)
     for command in list_unseen_programs(folder):
         add_incomplete_program(report, command, f"did not load the recorder: {NOT_LOADED}")

@@ -17,6 +17,7 @@ from dcpbench.syncs.gating import comments
 from dcpbench.syncs.gating.config import Allow
 from dcpbench.syncs.gating.gate import Gate, can_be_finding, compute_verdict
 from dcpbench.syncs.sites import merge_sites
+from dcpbench.syncs.sync_report import CallLine
 from tests.unit import syncs_builder as build
 
 if TYPE_CHECKING:
@@ -420,6 +421,20 @@ class TestComments:
         lines = [self.site(2, CALL), self.site(3, CALL)]
         assert judge(build.report(*lines), root=tmp_path).exit_code == 1
         assert [line.allowed for line in lines] == ["", "here"]
+
+    @pytest.mark.parametrize(
+        ("lines", "source", "reason"),
+        [((2,), None, None), ((3,), None, "here"), ((2, 3), None, "here"), ((), None, "here"), ((2,), NOWHERE, "here")],
+        ids=str,
+    )
+    def test_comment_allows_the_call_of_a_trace_if_its_line_is_known(
+        self, tmp_path: Path, lines: tuple[int, ...], source: Path | None, reason: str | None
+    ) -> None:
+        """Otherwise a second wait in the function would pass; lines of another source are no lines of the comment's file."""
+        (tmp_path / "m.py").write_text("def f(t):\n    t.item()\n    t.tolist()  # dcpbench: allow-sync(here)\n")
+        calls = [CallLine(line=line, text="") for line in lines]
+        site = build.site(file="m.py", line=1, line_is=FUNCTION, call_lines=calls)
+        assert judge(build.report(site), root=tmp_path, source=source).allowed.get("f1") == reason
 
     def test_comment_without_a_reason_is_reported(self, tmp_path: Path) -> None:
         (tmp_path / "m.py").write_text(SOURCE)

@@ -1,8 +1,8 @@
 """Read permissions in the source itself: `# dcpbench: allow-sync(reason)` on the line that synchronises, or on its
 function.
 
-A trace often has only the line where a function begins: then a comment anywhere in it counts, but not in functions
-inside it.
+A trace often has only the line where a function begins. Then a comment counts on a line that can make the call, as its source
+shows; without its source anywhere in the function, but not in functions inside it.
 """
 
 from __future__ import annotations
@@ -39,17 +39,23 @@ class _Source(NamedTuple):
 
 
 class Comments:
-    """Read the comments of the repository at `root`; each file is read once."""
+    """Read the comments of the repository at `root`; each file is read once.
 
-    def __init__(self, root: Path) -> None:
+    `other_source` is True if the lines of calls are those of another version of the source.
+    """
+
+    def __init__(self, root: Path, *, other_source: bool = False) -> None:
         self._source = functools.cache(functools.partial(_read_source, root))
+        self._other_source = other_source
 
     def find_comment(self, site: Site) -> Note | None:
         """Return the comment that allows the site; None if there is no file, line or comment."""
         source = self._source(site.file) if site.file and site.line is not None else None
         if source is None or site.line is None or not source.notes:
             return None
-        lines = _list_lines(source, site.line, call=site.line_is == "call")
+        calls = [] if self._other_source else [call.line for call in site.call_lines]
+        calls = [site.line] if site.line_is == "call" else calls
+        lines = [n for line in calls for n in _list_call_lines(source, line)] or _list_function_lines(source, site.line)
         found = [source.notes[line] for line in lines if line in source.notes]
         return next((note for note in found if note.reason), found[0] if found else None)
 
@@ -94,18 +100,29 @@ def _read_source(root: Path, file: str) -> _Source | None:
     return source
 
 
-def _list_lines(source: _Source, line: int, *, call: bool) -> list[int]:
-    """Return the lines on which a comment would apply to the site."""
+def _list_functions(source: _Source) -> list[Function]:
+    return [node for node in ast.walk(source.tree) if isinstance(node, Function)] if source.tree else []
+
+
+def _list_function_lines(source: _Source, line: int) -> list[int]:
+    """Return the lines on which a comment would apply to all calls of a function that begins on this line.
+
+    Lambdas and functions may share a line; the trace does not show which of them it was.
+    """
     if source.tree is None:
         return [line]
-    functions = [node for node in ast.walk(source.tree) if isinstance(node, Function)]
-    if not call:
-        # Lambdas and functions may share a line; the trace does not show which of them it was.
-        begin = [f for f in functions if line in (get_first_line(f), f.lineno)]
-        return [
-            n for f in begin for n in (*_list_comments_above(source, get_first_line(f)), *_list_own_lines(f, functions))
-        ]
-    around = [f for f in functions if get_first_line(f) <= line <= _get_last_line(f)]
+    functions = _list_functions(source)
+    begin = [f for f in functions if line in (get_first_line(f), f.lineno)]
+    return [
+        n for f in begin for n in (*_list_comments_above(source, get_first_line(f)), *_list_own_lines(f, functions))
+    ]
+
+
+def _list_call_lines(source: _Source, line: int) -> list[int]:
+    """Return the lines on which a comment would apply to a call on this line: those of its statement and of its functions' heads."""
+    if source.tree is None:
+        return [line]
+    around = [f for f in _list_functions(source) if get_first_line(f) <= line <= _get_last_line(f)]
     headers = [n for f in around for n in (*_list_comments_above(source, get_first_line(f)), *_get_header_lines(f))]
     first, last = _find_statement(source.tree, line)
     return [*range(first, last + 1), *_list_comments_above(source, first), *headers]

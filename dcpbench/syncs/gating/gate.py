@@ -52,7 +52,7 @@ class Gate:
     """Hold limits and permissions from options and pyproject.toml."""
 
     root: Path  # repository in which comments are looked for
-    source: Path | None = None  # source of the recorded program if it is not `root`; unused by the gate
+    source: Path | None = None  # source of the recorded program if it is not `root`
     allow: tuple[Allow, ...] = ()
     baseline: Baseline | None = None
     max_per_step: float | None = None
@@ -121,7 +121,7 @@ def apply_permissions(report: Report, gate: Gate, today: dt.date) -> list[str]:
         else:
             for site in matched:
                 site.allowed = site.allowed or entry.reason
-    comments = Comments(gate.root)
+    comments = Comments(gate.root, other_source=gate.source is not None)
     for site in sites:
         note = comments.find_comment(site)
         if note and not note.reason:
