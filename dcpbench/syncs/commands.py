@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.syncs.gating.config import Config
+    from dcpbench.syncs.site_changes import ReportChanges
 
 BASELINE = "syncs-baseline.json"
 NO_STEPS = (
@@ -122,15 +123,19 @@ def finish_report(report: Report, gate: Gate, out: OutputOptions) -> int:
         left = github.count_left_out(report)
         more = f"\n{left} of these sites have no annotation.\n" if left else ""
         ci.append_step_summary(markdown.render(make_report_printable(report)) + more)
-    if out.output is None:
-        _print_text(text, as_json=out.form in ("json", "sarif"))
-    else:
-        write_output(out.output, text, force=out.force)
+    _write_result(text, out.output, force=out.force, as_json=out.form in ("json", "sarif"))
     if out.output is not None or out.form != "table":
         _write_verdict(report)
-    if out.output is not None:
-        _print_text(f"Wrote {make_printable(str(out.output))}\n")
     return report.verdict.exit_code
+
+
+def _write_result(text: str, output: Path | None, *, force: bool, as_json: bool = False, summary: str = "") -> None:
+    """Write the result of a command to its file, and then a summary to stdout; or to stdout without a file."""
+    if output is None:
+        _print_text(text, as_json=as_json)
+    else:
+        write_output(output, text, force=force)
+        _print_text(f"{summary}Wrote {make_printable(str(output))}\n")
 
 
 def run_scan(traces: Sequence[str], options: GateOptions, out: OutputOptions, *, all_ranks: bool = False) -> int:
@@ -166,6 +171,25 @@ def run_diff(
         if not 0 <= value < math.inf:
             raise UsageError(f"{name} {value} is no threshold; give a number from 0.")
     check_output(output, force=force)
+    changes = _compare_sides(old, new, gate_options, output, Thresholds(share=tolerance / 100, microseconds=min_us))
+    form = "json" if as_json else form
+    width, terminal = _measure_terminal(output)
+    if form == "json":
+        text = encode_json(changes)
+    elif form == "markdown":
+        text = changes_text.render_markdown(changes)
+    else:
+        text = changes_text.render_table(changes, width=width, terminal=terminal)
+    summary = f"{changes_text.format_summary(changes)}\n"
+    _write_result(text, output, force=force, as_json=form == "json", summary=summary)
+    if changes.reasons:
+        return ExitCode.NO_ANSWER
+    return ExitCode.WRONG if changes.failing else ExitCode.OK
+
+
+def _compare_sides(
+    old: str, new: str, gate_options: GateOptions, output: Path | None, thresholds: Thresholds
+) -> ReportChanges:
     gate, _ = _load_gate(gate_options)
     reports = [_read_side(side, gate, output, gate_options.step_range) for side in (old, new)]
     detectors = [{trace.coverage.detector for trace in report.traces} for report in reports]
@@ -178,24 +202,7 @@ def run_diff(
     verdicts = [(name, compute_verdict(report, gate)) for name, report in sides]
     _print_stale([text for text in verdicts[0][1].stale if text in verdicts[1][1].stale])
     reasons = [f"{name} side: {reason}" for name, verdict in verdicts for reason in verdict.reasons]
-    thresholds = Thresholds(share=tolerance / 100, microseconds=min_us)
-    changes = compare_reports(reports[0], reports[1], thresholds, reasons)
-    form = "json" if as_json else form
-    width, terminal = _measure_terminal(output)
-    if form == "json":
-        text = encode_json(changes)
-    elif form == "markdown":
-        text = changes_text.render_markdown(changes)
-    else:
-        text = changes_text.render_table(changes, width=width, terminal=terminal)
-    if output is None:
-        _print_text(text, as_json=form == "json")
-    else:
-        write_output(output, text, force=force)
-        _print_text(f"{changes_text.format_summary(changes)}\nWrote {make_printable(str(output))}\n")
-    if changes.reasons:
-        return ExitCode.NO_ANSWER
-    return ExitCode.WRONG if changes.failing else ExitCode.OK
+    return compare_reports(reports[0], reports[1], thresholds, reasons)
 
 
 def _measure_terminal(output: Path | None) -> tuple[int, bool]:
@@ -280,13 +287,11 @@ def write_baseline(
         return ExitCode.NO_ANSWER
     if not all(trace.steps or trace.front_end for trace in report.traces):
         sys.stderr.write(NO_STEPS)
-    write_output(output, encode_json(made), force=force)
-    _print_text(f"{format_count(len(made.sites), 'site')} may stay; more of them, or others, are findings.\n")
+    summary = f"{format_count(len(made.sites), 'site')} may stay; more of them, or others, are findings.\n"
     if made.unmeasured:
-        _print_text(
-            f"Operators accepted without a measurement of their waits: {make_printable(', '.join(made.unmeasured))}.\n"
-        )
-    _print_text(f"Wrote {make_printable(str(output))}\n")
+        names = make_printable(", ".join(made.unmeasured))
+        summary += f"Operators accepted without a measurement of their waits: {names}.\n"
+    _write_result(encode_json(made), output, force=force, summary=summary)
     return 0
 
 
