@@ -258,26 +258,37 @@ def _remove_notes(folder: Path) -> None:
 
 def _scan_folder(folder: Path, recording: Recording, gate: Gate) -> Report:
     """Return the report on the traces, completed from the notes."""
-    from dcpbench.show.terminal import ProgressLine
     from dcpbench.syncs.commands import locate_calls
-    from dcpbench.syncs.files import expand_names
-    from dcpbench.syncs.scan import scan_traces
 
     notes = read_notes(folder)
     for sentence in explain_notes(notes, recording):
         sys.stderr.write(f"- {make_printable(sentence)}\n")
-    report = Report()
-    if any(folder.glob("*.json")):
-        with ProgressLine() as progress:
-            report = scan_traces(
-                expand_names([str(folder)]), root=gate.root, step_range=gate.step_range, progress=progress
-            )
+    report = scan_recordings(folder, gate) if any(folder.glob("*.json")) else Report()
     locate_calls(report, gate)
     add_notes(report, notes, recording)
     for command in list_unseen_programs(folder):
         add_incomplete_program(report, command, f"did not load the recorder: {NOT_LOADED}")
     if recording.keep is None:
         remove_folder_names(report, folder)
+    return report
+
+
+def scan_recordings(folder: Path, gate: Gate) -> Report:
+    """Return the report on the traces; without a range that matches --step-range they are incomplete, and not lost."""
+    from dcpbench.show.terminal import ProgressLine
+    from dcpbench.syncs.files import expand_names
+    from dcpbench.syncs.scan import scan_traces
+
+    paths = expand_names([str(folder)])
+    with ProgressLine() as progress:
+        try:
+            return scan_traces(paths, root=gate.root, step_range=gate.step_range, progress=progress)
+        except UsageError:
+            report = scan_traces(paths, root=gate.root, progress=progress)
+    for trace in report.traces:
+        trace.coverage.complete = False
+        advice = "name one that is there, or leave it out"
+        trace.coverage.damage.append(f"has no range that matches --step-range {gate.step_range!r}: {advice}")
     return report
 
 

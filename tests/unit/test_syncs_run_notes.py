@@ -11,6 +11,7 @@ from dcpbench.syncs.commands import GateOptions, OutputOptions
 from dcpbench.syncs.gating.gate import Gate, compute_verdict
 from dcpbench.syncs.run import Note, Recording
 from dcpbench.syncs.sync_report import Coverage, Example, Report, Site, TraceSummary
+from tests.unit.trace_builder import Trace
 
 
 class TestReport:
@@ -28,6 +29,19 @@ class TestReport:
         (reason,) = compute_verdict(report, Gate(root=Path("/nonexistent"))).reasons
         assert reason == "pid1.json is cut short: the program has a profiler."
         assert runs.explain_notes([note], Recording()) == []
+
+    def test_recording_without_a_matching_range_is_not_lost(self, tmp_path: Path) -> None:
+        """The recorded program may have run for hours."""
+        trace = Trace().work()
+        trace.range("decode", 0, 900)
+        trace.item(100, 200)
+        (tmp_path / "pid1.json").write_text(trace.text())
+        gate = Gate(root=tmp_path, step_range="^prefill", max_per_step=3)
+        report = runs.scan_recordings(tmp_path, gate)
+        assert len(report.sites) == 1
+        verdict = compute_verdict(report, gate)
+        assert verdict.exit_code == 3
+        assert f"{tmp_path}/pid1.json has no range that matches --step-range '^prefill'" in verdict.reasons[0]
 
     def test_traces_of_a_missing_folder_are_shown_by_name(self) -> None:
         example = Example(trace="/gone/a.json")
