@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -183,6 +184,9 @@ def check_output(path: Path | None, *, force: bool) -> None:
         raise OutputError(f"{path} exists; give another file with -o, or --force to write over it.")
     if not path.parent.is_dir():
         raise OutputError(f"There is no folder {path.parent}; make it with mkdir -p {shlex.quote(str(path.parent))}.")
+    in_place = path.is_symlink() or (path.exists() and not path.is_file())  # such as /dev/stdout
+    if not in_place and not os.access(path.parent, os.W_OK):
+        raise OutputError(f"No file can be made in {path.parent}; give a file in another folder with -o.")
 
 
 def check_inputs(output: Path | None, inputs: Iterable[Path]) -> None:

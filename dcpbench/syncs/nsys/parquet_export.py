@@ -5,6 +5,7 @@ pyarrow is imported when a folder is read.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,8 +25,10 @@ AGAIN = "export it again with `nsys export --type parquetdir`"
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a folder holds tables of nsys as Parquet."""
-    return path.is_dir() and any((path / f"{table}{SUFFIX}").exists() for table in (*schema.EVENTS, schema.STRINGS))
+    """Return True if a folder holds tables of nsys as Parquet; False if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return path.is_dir() and any((path / f"{table}{SUFFIX}").exists() for table in (*schema.EVENTS, schema.STRINGS))
+    return False
 
 
 class ParquetExport:
