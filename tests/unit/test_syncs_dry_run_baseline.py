@@ -77,7 +77,7 @@ class TestWriting:
         assert [(s["function"], s["count_per_step"]) for s in written["sites"]] == [("sample", 1.0)]
         code, text = start("--baseline base.json")
         assert code == 0
-        assert "Clean, nothing beyond what may pass" in text
+        assert "Clean: no findings" in text
         assert "of no use" not in text
 
     def test_more_per_step_and_new_sites_are_findings(self, start: Start) -> None:

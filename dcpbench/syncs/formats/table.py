@@ -207,4 +207,4 @@ def format_summary(report: Report) -> str:
     if verdict.status == "cannot answer":
         seen = "" if report.sites else " No synchronisation was seen in what was recorded."
         return f"This cannot be answered: exit code {verdict.exit_code}.{seen}"
-    return f"Clean{format_exception(report)}, nothing beyond what may pass: exit code {verdict.exit_code}."
+    return f"Clean{format_exception(report)}: no findings, exit code {verdict.exit_code}."

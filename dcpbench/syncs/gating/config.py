@@ -51,6 +51,8 @@ class Allow:
 
     def format_name(self) -> str:
         """Return the permission as it is written in its source, for messages."""
+        if self.or_range:  # of an option or a mark
+            return f"{self.source} {self.function!r}"
         globs = [(key, getattr(self, key)) for key in GLOBS]
         return f"{self.source} " + ", ".join(f'{key} = "{value}"' for key, value in globs if value)
 
