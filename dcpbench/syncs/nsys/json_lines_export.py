@@ -132,9 +132,6 @@ class JsonLinesExport:
         if self._strings is None:
             problems.lost.append(f"holds no list of strings, so that it ends early and calls have no names: {AGAIN}")
 
-    def close(self) -> None:
-        """Do nothing: the file was read to its end."""
-
     def _read_lines(self) -> Iterator[list[_Line]]:
         rest = b""
         with self.path.open("rb") as file:

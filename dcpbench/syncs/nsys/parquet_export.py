@@ -38,9 +38,6 @@ class ParquetExport:
         self.path, self.problems = path, problems
         self._strings: tuple[Ints, Any] | None = None
 
-    def close(self) -> None:
-        """Do nothing: each file is closed after it was read."""
-
     def read_blocks(self, table: str, texts: Sequence[str] = ()) -> Iterator[Block]:
         """Yield the rows of a table, its COLUMNS and columns of texts or bytes; nothing if it is not there."""
         yield from self._read(table, schema.COLUMNS[table], texts)

@@ -67,8 +67,8 @@ def read_export(path: Path, progress: Callable[[int], None] | None = None) -> li
     """
     problems = ReadProblems()
     try:
-        with pause_garbage_collector(), contextlib.closing(_open(path, problems, progress)) as export:
-            found = _Reader(export, problems, progress).read()
+        with pause_garbage_collector(), contextlib.ExitStack() as opened:
+            found = _Reader(_open(path, problems, progress, opened), problems, progress).read()
     except OSError as e:
         raise TraceError(f"{path} cannot be read: {e.strerror or e}") from None
     if not found:
@@ -76,16 +76,17 @@ def read_export(path: Path, progress: Callable[[int], None] | None = None) -> li
     return found
 
 
-def _open(path: Path, problems: ReadProblems, progress: Callable[[int], None] | None) -> Export:
+def _open(
+    path: Path, problems: ReadProblems, progress: Callable[[int], None] | None, opened: contextlib.ExitStack
+) -> Export:
     if path.is_dir():
         return ParquetExport(path, problems)
     with path.open("rb") as file:
         is_database = file.read(len(sqlite_export.MAGIC)) == sqlite_export.MAGIC
     if not is_database:
         return JsonLinesExport(path, problems, progress)
-    export = SqliteExport(path, problems)
+    export = opened.enter_context(contextlib.closing(SqliteExport(path, problems)))
     if not export.tables & {*schema.EVENTS, schema.STRINGS}:
-        export.close()
         raise TraceError(explain_database(path, export.tables))
     return export
 

@@ -81,10 +81,6 @@ class Export(Protocol):
         """Return the strings with these ids, as far as they are there."""
         ...
 
-    def close(self) -> None:
-        """Close the files."""
-        ...
-
 
 def normalise_call(name: str) -> str:
     """Return the name of a call as Kineto writes it: without the version of the runtime, `cudaMemcpyAsync_v3020`."""
