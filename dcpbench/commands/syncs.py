@@ -321,7 +321,7 @@ def diff(
     """
     from dcpbench.syncs import commands
 
-    return commands.run_diff(old, new, gate.make_options(), commands.DiffOptions(**vars(compared)))
+    return commands.run_diff(old, new, gate.make_options(), **vars(compared))
 
 
 @register_command(app, rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})
@@ -360,19 +360,14 @@ def run(
     return runs.run_program(program or [], runs.Recording(**vars(recorded)), gate.make_options(), out)
 
 
-class AssumptionOptions(Group):
-    """Hold the options for facts that a dry run cannot observe."""
+class DryRunOptions(Group):
+    """Hold the options that only a dry run has."""
 
     assume_device: bool = READ(
         "Treat tensors made without a device as the GPU's, for tests that name no device; those with device='cpu', pinned "
         "ones and those assigned to a name ending in _cpu stay on the host. Default: no.",
         default=False,
     )
-
-
-class DryRunBaselineOptions(Group):
-    """Hold the option for the baseline that a dry run writes."""
-
     write_baseline: Path | None = GATE(
         "Write the sites of this dry run to FILE, for --baseline of later ones, instead of a report. Default: no.",
         metavar="FILE",
@@ -390,9 +385,8 @@ def dry_run(
         ),
     ] = None,
     *,
-    assumed: AssumptionOptions,
+    own: DryRunOptions,
     gate: GateWithoutTimes,
-    written: DryRunBaselineOptions,
     report: Report,
 ) -> int:
     """Run a program without a GPU, and find where the host would wait for one.
@@ -415,16 +409,11 @@ def dry_run(
     from dcpbench.launch import version_check
     from dcpbench.syncs import commands, dry_run_program
 
-    out, options, elsewhere = (
-        commands.OutputOptions(**vars(report)),
-        gate.make_options(),
-        bool(version_check.get_environment()),
-    )
     return dry_run_program.run_without_gpu(
         program or [],
-        options,
-        out,
-        assume_device=assumed.assume_device,
-        baseline=written.write_baseline,
-        safe_path=elsewhere,
+        gate.make_options(),
+        commands.OutputOptions(**vars(report)),
+        assume_device=own.assume_device,
+        baseline=own.write_baseline,
+        safe_path=bool(version_check.get_environment()),
     )

@@ -132,7 +132,7 @@ def record_steps(step: Callable[[], object], steps: int, *, enabled: bool, stack
 def read_pass(path: Path) -> Pass:
     """Return a profiled pass from its trace."""
     reader = TraceReader(path)
-    columns = read_columns(reader.read_blocks(), reader.trouble)
+    columns = read_columns(reader.read_blocks(), reader.problems)
     _, sites = scan_columns(columns, path.name, Repository(Path.cwd()), step_range=f"^{STEP_RANGE}$")
     return Pass(Kernels(columns), sites)
 

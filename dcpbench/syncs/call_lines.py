@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import ast
 import re
-import tokenize
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.show.text import fit_text
-from dcpbench.syncs.gating.comments import MAX_SOURCE_BYTES, Function, get_first_line
+from dcpbench.syncs.gating.comments import Function, get_first_line, parse_source
 from dcpbench.syncs.sync_report import CallLine
 
 if TYPE_CHECKING:
@@ -98,14 +97,9 @@ def read_source(file: str, folders: Sequence[Path]) -> SourceText | None:
     Return None if there is none, or if this interpreter cannot parse it.
     """
     for path in _iter_places(file, folders):
-        try:
-            if not path.is_file() or path.stat().st_size > MAX_SOURCE_BYTES:
-                continue
-            with tokenize.open(path) as opened:
-                text = opened.read()
-            return SourceText(text.splitlines(), ast.parse(text))
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
+        text, tree = parse_source(path) or ("", None)
+        if tree is not None:
+            return SourceText(text.splitlines(), tree)
     return None
 
 

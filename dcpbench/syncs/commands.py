@@ -16,22 +16,24 @@ import msgspec
 from dcpbench.errors import ExitCode, UsageError
 from dcpbench.records.disks import make_output_error
 from dcpbench.show import ci, streams
-from dcpbench.show.terminal import ProgressLine
+from dcpbench.show.terminal import ProgressLine, print_stderr
 from dcpbench.show.text import format_count, make_printable
 from dcpbench.syncs.call_lines import add_call_lines
-from dcpbench.syncs.files import check_output, drop_copies, expand_names, write_output
+from dcpbench.syncs.files import check_inputs, check_output, select_traces, write_output
 from dcpbench.syncs.formats import PLAIN_WIDTH, changes_text, check_format, github, markdown, render_report
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.config import Allow, find_config, find_root
 from dcpbench.syncs.gating.gate import Gate, can_be_finding, check_limits, compute_verdict
 from dcpbench.syncs.site_changes import Thresholds, compare_reports
 from dcpbench.syncs.site_text import make_report_printable
+from dcpbench.syncs.steps import check_step_range
 from dcpbench.syncs.sync_report import SCHEMA_VERSION, Report, encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.syncs.gating.config import Config
+    from dcpbench.syncs.site_changes import ReportChanges
 
 BASELINE = "syncs-baseline.json"
 NO_STEPS = (
@@ -59,18 +61,6 @@ class GateOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DiffOptions:
-    """Options of `diff`."""
-
-    form: str = "table"
-    as_json: bool = False
-    output: Path | None = None
-    force: bool = False
-    tolerance: float = 20.0  # percent
-    min_us: float = 10.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     """Format and destination of the report."""
 
@@ -82,7 +72,8 @@ class OutputOptions:
 def prepare_gate(options: GateOptions, out: OutputOptions, detector: baselines.Detector = "scan") -> Gate:
     """Read what the gate needs, before anything takes long.
 
-    The baseline must be one of this detector. A dry run uses the key dry-run-baseline of pyproject.toml, if it is there.
+    The baseline must be one of this detector. A dry run uses the key dry-run-baseline of pyproject.toml, if it is there, and never
+    max-bubble-us.
 
     Raises UsageError for limits, globs, a pyproject.toml, a baseline, a format or an output file that cannot be used.
     """
@@ -90,12 +81,13 @@ def prepare_gate(options: GateOptions, out: OutputOptions, detector: baselines.D
     check_output(out.output, force=out.force)
     check_limits(options.max_per_step, options.max_bubble_us)
     gate, config = _load_gate(options)
+    max_bubble_us = config.max_bubble_us if options.max_bubble_us is None else options.max_bubble_us
     path = options.baseline or (config.dry_run_baseline if detector == "dry-run" else None) or config.baseline
     return dataclasses.replace(
         gate,
         baseline=baselines.read_baseline(path, detector) if path else None,
         max_per_step=config.max_per_step if options.max_per_step is None else options.max_per_step,
-        max_bubble_us=config.max_bubble_us if options.max_bubble_us is None else options.max_bubble_us,
+        max_bubble_us=None if detector == "dry-run" else max_bubble_us,  # a dry run knows no times
     )
 
 
@@ -103,9 +95,9 @@ def _load_gate(options: GateOptions) -> tuple[Gate, Config]:
     """Return a gate with permissions and the range of steps but no limits, and the settings of pyproject.toml."""
     if any(not pattern.strip() for pattern in options.allow):
         raise UsageError("--allow is empty; give a function, such as --allow 'engine.sampler.*'.")
-    for name, folder in (("--root", options.root), ("--source", options.source)):
+    for name, folder, given in (("root", options.root, "root of the repository"), ("source", options.source, "source")):
         if folder is not None and not folder.is_dir():
-            raise UsageError(f"{name} {folder} is not a folder; give the root of the repository.")
+            raise UsageError(f"--{name} {folder} is not a folder; give that of the {given}.")
     try:
         here = (options.root or Path.cwd()).resolve()
     except FileNotFoundError as e:
@@ -113,6 +105,7 @@ def _load_gate(options: GateOptions) -> tuple[Gate, Config]:
     root = here if options.root else find_root(here)
     config = find_config(here, root)
     typed = [Allow(function=g, or_range=True, reason=f"--allow {g}", source="--allow") for g in options.allow]
+    check_step_range(options.step_range)
     step_range = options.step_range or config.step_range
     return Gate(root=root, source=options.source, allow=(*typed, *config.allow), step_range=step_range), config
 
@@ -123,8 +116,6 @@ def finish_report(report: Report, gate: Gate, out: OutputOptions) -> int:
     Every command that makes a report ends here; the verdict is set in place. With the format github the step summary is
     written too, where GITHUB_STEP_SUMMARY names its file.
     """
-    for file in add_call_lines(report, [folder for folder in (gate.source, gate.root) if folder is not None]):
-        _write_note(f"note: {make_printable(file)}{OTHER_SOURCE}")
     report.verdict = compute_verdict(report, gate)
     width, terminal = _measure_terminal(out.output)
     text = render_report(report, out.form, root=gate.root, width=width, terminal=terminal)
@@ -132,39 +123,75 @@ def finish_report(report: Report, gate: Gate, out: OutputOptions) -> int:
         left = github.count_left_out(report)
         more = f"\n{left} of these sites have no annotation.\n" if left else ""
         ci.append_step_summary(markdown.render(make_report_printable(report)) + more)
-    if out.output is None:
-        _print_text(text, as_json=out.form in ("json", "sarif"))
-    else:
-        write_output(out.output, text, force=out.force)
+    _write_result(text, out.output, force=out.force, as_json=out.form in ("json", "sarif"))
     if out.output is not None or out.form != "table":
         _write_verdict(report)
-    if out.output is not None:
-        _print_text(f"Wrote {make_printable(str(out.output))}\n")
     return report.verdict.exit_code
+
+
+def _write_result(text: str, output: Path | None, *, force: bool, as_json: bool = False, summary: str = "") -> None:
+    """Write the result of a command to its file, and then a summary to stdout; or to stdout without a file."""
+    if output is None:
+        _print_text(text, as_json=as_json)
+    else:
+        write_output(output, text, force=force)
+        _print_text(f"{summary}Wrote {make_printable(str(output))}\n")
 
 
 def run_scan(traces: Sequence[str], options: GateOptions, out: OutputOptions, *, all_ranks: bool = False) -> int:
     """Scan traces, write the report and return the exit code; with `all_ranks` no rank's trace may be missing."""
     gate = dataclasses.replace(prepare_gate(options, out), all_ranks=all_ranks)
-    return finish_report(_scan_files(traces, gate), gate, out)
+    return finish_report(_scan_files(traces, gate, out.output), gate, out)
 
 
 DIFF_FORMATS = ("table", "markdown", "json")
 
 
-def run_diff(old: str, new: str, gate_options: GateOptions, options: DiffOptions) -> int:
+def run_diff(
+    old: str,
+    new: str,
+    gate_options: GateOptions,
+    *,
+    form: str,
+    as_json: bool,
+    output: Path | None,
+    force: bool,
+    tolerance: float,
+    min_us: float,
+) -> int:
     """Compare two sides, write the result, and return 0 if nothing is new or worse, 1 if something is, and 3 if a side cannot answer.
 
-    A side is what `scan` takes, or the JSON of a report.
+    A side is what `scan` takes, or the JSON of a report; `tolerance` is a percentage.
     """
-    if options.form not in DIFF_FORMATS:
-        raise UsageError(f"There is no format {options.form!r}; give one of {', '.join(DIFF_FORMATS)}.")
-    for name, value in (("--tolerance", options.tolerance), ("--min-us", options.min_us)):
+    if as_json and form not in ("table", "json"):
+        raise UsageError(f"--json and --format {form} are two formats; leave one of them out.")
+    if form not in DIFF_FORMATS:
+        raise UsageError(f"There is no format {form!r}; give one of {', '.join(DIFF_FORMATS)}.")
+    for name, value in (("--tolerance", tolerance), ("--min-us", min_us)):
         if not 0 <= value < math.inf:
             raise UsageError(f"{name} {value} is no threshold; give a number from 0.")
-    check_output(options.output, force=options.force)
+    check_output(output, force=force)
+    changes = _compare_sides(old, new, gate_options, output, Thresholds(share=tolerance / 100, microseconds=min_us))
+    form = "json" if as_json else form
+    width, terminal = _measure_terminal(output)
+    if form == "json":
+        text = encode_json(changes)
+    elif form == "markdown":
+        text = changes_text.render_markdown(changes)
+    else:
+        text = changes_text.render_table(changes, width=width, terminal=terminal)
+    summary = f"{changes_text.format_summary(changes)}\n"
+    _write_result(text, output, force=force, as_json=form == "json", summary=summary)
+    if changes.reasons:
+        return ExitCode.NO_ANSWER
+    return ExitCode.WRONG if changes.failing else ExitCode.OK
+
+
+def _compare_sides(
+    old: str, new: str, gate_options: GateOptions, output: Path | None, thresholds: Thresholds
+) -> ReportChanges:
     gate, _ = _load_gate(gate_options)
-    reports = [_read_side(side, gate) for side in (old, new)]
+    reports = [_read_side(side, gate, output, gate_options.step_range) for side in (old, new)]
     detectors = [{trace.coverage.detector for trace in report.traces} for report in reports]
     if all(detectors) and detectors[0] != detectors[1]:
         names = [" and ".join(sorted(found)) for found in detectors]
@@ -172,25 +199,10 @@ def run_diff(old: str, new: str, gate_options: GateOptions, options: DiffOptions
             f"{old} is of {names[0]} and {new} of {names[1]}, which name operators differently; compare reports of one detector."
         )
     sides = zip(("Old", "New"), reports, strict=True)
-    reasons = [f"{name} side: {reason}" for name, report in sides for reason in compute_verdict(report, gate).reasons]
-    thresholds = Thresholds(share=options.tolerance / 100, microseconds=options.min_us)
-    changes = compare_reports(reports[0], reports[1], thresholds, reasons)
-    form = "json" if options.as_json else options.form
-    width, terminal = _measure_terminal(options.output)
-    if form == "json":
-        text = encode_json(changes)
-    elif form == "markdown":
-        text = changes_text.render_markdown(changes)
-    else:
-        text = changes_text.render_table(changes, width=width, terminal=terminal)
-    if options.output is None:
-        _print_text(text, as_json=form == "json")
-    else:
-        write_output(options.output, text, force=options.force)
-        _print_text(f"{changes_text.format_summary(changes)}\nWrote {make_printable(str(options.output))}\n")
-    if changes.reasons:
-        return ExitCode.NO_ANSWER
-    return ExitCode.WRONG if changes.failing else ExitCode.OK
+    verdicts = [(name, compute_verdict(report, gate)) for name, report in sides]
+    _print_stale([text for text in verdicts[0][1].stale if text in verdicts[1][1].stale])
+    reasons = [f"{name} side: {reason}" for name, verdict in verdicts for reason in verdict.reasons]
+    return compare_reports(reports[0], reports[1], thresholds, reasons)
 
 
 def _measure_terminal(output: Path | None) -> tuple[int, bool]:
@@ -200,15 +212,28 @@ def _measure_terminal(output: Path | None) -> tuple[int, bool]:
     return shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns, "NO_COLOR" not in os.environ
 
 
-def _read_side(side: str, gate: Gate) -> Report:
-    """Return the report of a side of `diff`: that in a JSON file of `--format json`, or of the traces."""
+def _print_stale(sentences: Sequence[str]) -> None:
+    """Name permissions of no use on stderr, for commands with a report that has no place for them."""
+    sys.stderr.writelines(f"note: {make_printable(text)}\n" for text in sentences)
+
+
+def _read_side(side: str, gate: Gate, output: Path | None, step_range: str | None) -> Report:
+    """Return the report of a side of `diff`: that in a JSON file of `--format json`, or of the traces.
+
+    Raises UsageError if a report is to have other steps, by the --step-range of the command line.
+    """
     path = Path(side)
-    if path.suffix == ".json" and path.is_file():
+    if path.is_file():
         with path.open("rb") as file:
             begins = file.read(64)
         if b'"schema_version"' in begins:
+            if step_range:
+                raise UsageError(
+                    f"{side} is a report, which has its steps: leave --step-range out, or give the traces."
+                )
+            check_inputs(output, [path])
             return _read_report(path)
-    return _scan_files([side], gate)
+    return _scan_files([side], gate, output)
 
 
 def _read_report(path: Path) -> Report:
@@ -216,7 +241,7 @@ def _read_report(path: Path) -> Report:
         report = msgspec.json.decode(path.read_bytes(), type=Report)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as e:
         raise UsageError(
-            f"{path} is no report of dcpbench syncs ({e}); write one with `dcpbench syncs scan TRACE --format json -o {path}`."
+            f"{path} is no report of dcpbench syncs ({e}); write one with `dcpbench syncs scan TRACE --format json -o FILE`."
         ) from e
     if report.schema_version != SCHEMA_VERSION:
         raise UsageError(
@@ -230,7 +255,7 @@ def create_baseline(traces: Sequence[str], options: GateOptions, output: Path | 
     gate, config = _load_gate(options)
     output = output or config.baseline or Path(BASELINE)
     check_output(output, force=force)
-    return write_baseline(_scan_files(traces, gate), gate, output, force=force)
+    return write_baseline(_scan_files(traces, gate, output), gate, output, force=force)
 
 
 def prepare_baseline_gate(options: GateOptions, out: OutputOptions, path: Path) -> Gate:
@@ -253,7 +278,7 @@ def write_baseline(
 
     Operators that were never measured are accepted by the baseline, and named.
     """
-    compute_verdict(report, gate)  # finds what is allowed
+    _print_stale(compute_verdict(report, gate).stale)  # and finds what is allowed
     unmeasured = [name for trace in report.traces for name in trace.coverage.unmeasured]
     made = baselines.build_baseline(filter(can_be_finding, report.sites), detector, unmeasured)
     reasons = compute_verdict(report, dataclasses.replace(gate, baseline=made)).reasons
@@ -262,40 +287,31 @@ def write_baseline(
         return ExitCode.NO_ANSWER
     if not all(trace.steps or trace.front_end for trace in report.traces):
         sys.stderr.write(NO_STEPS)
-    write_output(output, encode_json(made), force=force)
-    _print_text(f"{format_count(len(made.sites), 'site')} may stay; more of them, or others, are findings.\n")
+    summary = f"{format_count(len(made.sites), 'site')} may stay; more of them, or others, are findings.\n"
     if made.unmeasured:
-        _print_text(
-            f"Operators accepted without a measurement of their waits: {make_printable(', '.join(made.unmeasured))}.\n"
-        )
-    _print_text(f"Wrote {make_printable(str(output))}\n")
+        names = make_printable(", ".join(made.unmeasured))
+        summary += f"Operators accepted without a measurement of their waits: {names}.\n"
+    _write_result(encode_json(made), output, force=force, summary=summary)
     return 0
 
 
-def _scan_files(traces: Sequence[str], gate: Gate) -> Report:
+def _scan_files(traces: Sequence[str], gate: Gate, output: Path | None) -> Report:
     from dcpbench.syncs.scan import scan_traces as read
 
-    paths = drop_copies(expand_names(traces, _report_skipped), _report_repeated)
+    paths = select_traces(traces)
+    check_inputs(output, paths)
     with ProgressLine() as progress:
-        return read(paths, root=gate.root, step_range=gate.step_range, progress=progress)
+        report = read(paths, root=gate.root, step_range=gate.step_range, progress=progress)
+    locate_calls(report, gate)
+    return report
 
 
-def _report_skipped(path: Path) -> None:
-    """Report a file that is left out: whoever takes it for a trace would believe a clean report."""
-    sys.stderr.write(f"note: {make_printable(str(path))} holds no events of a trace and is left out.\n")
-
-
-def _report_repeated(path: Path, first: Path) -> None:
-    """Report a trace that is there twice: a count over two ranks is expected to be that of two."""
-    this, that = make_printable(str(path)), make_printable(str(first))
-    sys.stderr.write(f"note: {this} holds the same trace as {that} and is counted once.\n")
-
-
-def _write_note(text: str) -> None:
-    """Write a sentence to stderr, in lines of a terminal's width."""
-    if sys.stderr.isatty():
-        text = textwrap.fill(text, shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns)
-    sys.stderr.write(f"{text}\n")
+def locate_calls(report: Report, gate: Gate) -> None:
+    """Find the lines that can make the calls of a scanned trace; name source files of another version on stderr."""
+    for file in add_call_lines(report, [folder for folder in (gate.source, gate.root) if folder is not None]):
+        text = f"note: {make_printable(file)}{OTHER_SOURCE}"
+        columns = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
+        print_stderr(textwrap.fill(text, columns) if sys.stderr.isatty() else text)
 
 
 def _write_verdict(report: Report) -> None:
@@ -311,13 +327,9 @@ def _write_verdict(report: Report) -> None:
 
 
 def _print_text(text: str, *, as_json: bool = False) -> None:
-    """Write to stdout in any encoding: neither a C locale nor a full disk may end in a traceback."""
-    encoding = sys.stdout.encoding or "utf-8"
+    """Write to stdout, with the remedy where its disk is full."""
     try:
-        if as_json:
-            streams.write_json(text)
-        else:
-            sys.stdout.write(text.encode(encoding, errors=streams.HANDLER).decode(encoding))
+        (streams.write_json if as_json else sys.stdout.write)(text)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` is no mistake, and has an exit code of its own
         raise

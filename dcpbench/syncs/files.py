@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import OutputError, TraceError, UsageError
 from dcpbench.records.disks import convert_output_errors
-from dcpbench.show.text import make_natural_key
+from dcpbench.show.terminal import print_stderr
+from dcpbench.show.text import make_natural_key, make_printable
 from dcpbench.show.whole_files import write_output_file
 from dcpbench.syncs.nsys.parquet_export import is_folder as is_export_folder
 from dcpbench.syncs.nsys.per_process import is_export
@@ -29,6 +31,22 @@ NSYS_SUFFIXES = (".sqlite", ".jsonl", ".jsonl.gz")  # suffixes of exports of nsy
 PACKED = tuple(  # suffixes refused with a hint on unpacking: no file may be skipped silently
     f".json{end}" for end in (".xz", ".bz2", ".zst", ".zip", ".tar", ".tar.gz", ".tgz")
 )
+
+
+def select_traces(names: Sequence[str]) -> list[Path]:
+    """Return the files named by files, folders and globs, as `expand_names` does, without copies; name on stderr what is left out.
+
+    Whoever takes a file for a trace, or a copy for that of another rank, would believe a clean report.
+    """
+
+    def report_skipped(path: Path) -> None:
+        print_stderr(f"note: {make_printable(str(path))} holds no events of a trace and is left out.")
+
+    def report_repeated(path: Path, first: Path) -> None:
+        this, that = make_printable(str(path)), make_printable(str(first))
+        print_stderr(f"note: {this} holds the same trace as {that} and is counted once.")
+
+    return drop_copies(expand_names(names, report_skipped), report_repeated)
 
 
 def expand_names(names: Sequence[str], skipped: Callable[[Path], None] = lambda _: None) -> list[Path]:
@@ -166,6 +184,15 @@ def check_output(path: Path | None, *, force: bool) -> None:
         raise OutputError(f"{path} exists; give another file with -o, or --force to write over it.")
     if not path.parent.is_dir():
         raise OutputError(f"There is no folder {path.parent}; make it with mkdir -p {shlex.quote(str(path.parent))}.")
+    in_place = path.is_symlink() or (path.exists() and not path.is_file())  # such as /dev/stdout
+    if not in_place and not os.access(path.parent, os.W_OK):
+        raise OutputError(f"No file can be made in {path.parent}; give a file in another folder with -o.")
+
+
+def check_inputs(output: Path | None, inputs: Iterable[Path]) -> None:
+    """Raise OutputError if writing a file, with --force, would replace one of the files that are read."""
+    if output is not None and any(output.exists() and path.exists() and output.samefile(path) for path in inputs):
+        raise OutputError(f"{output} is itself read; give another file with -o.")
 
 
 def write_output(path: Path, text: str, *, force: bool) -> None:

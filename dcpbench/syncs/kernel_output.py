@@ -13,8 +13,9 @@ from dcpbench.records.record import MAX_DISTURBANCE
 from dcpbench.show.streams import write_json
 from dcpbench.show.terminal import ProgressLine, make_console, print_stderr
 from dcpbench.show.text import format_count, make_printable
-from dcpbench.syncs.files import expand_names
+from dcpbench.syncs.files import select_traces
 from dcpbench.syncs.kernel_time import StepTime, measure_steps
+from dcpbench.syncs.steps import check_step_range
 from dcpbench.syncs.trace_ranks import is_front_end
 
 if TYPE_CHECKING:
@@ -28,15 +29,18 @@ def run_kernels(names: Sequence[str], step_range: str | None, top: int, *, as_js
 
     Raises TraceError if a trace of a rank cannot be used.
     """
-    paths = expand_names(names)
+    check_step_range(step_range)
+    paths = select_traces(names)
     ranks = [path for path in paths if not is_front_end(path.name)]
     for path in paths:
         if path not in ranks:
-            print_stderr(f"{path} is left out: it is the trace of vLLM's front end.")
+            print_stderr(f"note: {make_printable(str(path))} is left out: it is the trace of vLLM's front end.")
     if not ranks:
         raise TraceError("there is no trace of a rank; give the traces of the server's workers.")
     with ProgressLine() as line:
-        found = [step for path in ranks for step in measure_steps(path, step_range=step_range, progress=line)]
+        found = [step for path in ranks for step in measure_steps(path, step_range=step_range or None, progress=line)]
+    for clause in dict.fromkeys(f"{step.path} {clause}" for step in found for clause in step.damage):
+        print_stderr(f"warning: {make_printable(clause)}.")
     if as_json:
         rows = [msgspec.to_builtins(step) | {"part_us": step.part_us} for step in found]
         write_json(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode() + "\n")

@@ -10,11 +10,14 @@ import numpy as np
 
 from dcpbench.errors import TraceError
 from dcpbench.records.record import MAX_DISTURBANCE
+from dcpbench.show.text import format_count
 from dcpbench.syncs.scan import Trace, find_trace_steps, read_traces
+from dcpbench.syncs.steps import format_ranges
+from dcpbench.syncs.traces.coverage import list_damage
 from dcpbench.syncs.traces.intervals import match_keys, merge_intervals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -89,11 +92,12 @@ that does the work of two parts belongs to the first of them here, such as a nor
 Products of a shared expert have the names of other projections, and activations of dense layers those of experts.
 """
 _PATTERNS = tuple((part, re.compile(pattern)) for part, pattern in PARTS)
-
+_PART_NAMES = (*(part for part, _ in PARTS), UNKNOWN)
 
 _IN_CUTLASS = re.compile(  # name of a CUTLASS kernel, with the name of the kernel's own class
     r"cutlass::device_kernel<(?:[\w:]*enable_\w+<)?(?:[a-z]\w*::)*(\w+)"
 )
+_RETURN_TYPE = re.compile(r"^[\w:]+::type ")  # of a function template, such as `std::enable_if::type f`
 
 
 class KernelTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +139,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     kernels: list[KernelTime]  # with copies, longest first; times + `idle_us` - `overlap_us` = `step_us`
     exposed_part_us: dict[str, float]  # without overlap by earlier kernels; sum + `idle_us` = `step_us`
     typical: TypicalStep
+    damage: list[str] = []  # why the trace is not complete: clauses that follow its name
 
     @property
     def part_us(self) -> dict[str, float]:
@@ -151,17 +156,18 @@ def find_part(name: str) -> str:
 
 
 def shorten_name(name: str) -> str:
-    """Return a kernel's name without `void`, template arguments and parameters.
+    """Return a kernel's name without its return type, template arguments and parameters.
 
     CUTLASS launches all its kernels through one template, so the name of its argument is kept: `cutlass::device_kernel: GemmUniversal`.
     """
-    text = name.removeprefix("void ")
+    text = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     if found := _IN_CUTLASS.match(text):
         return f"cutlass::device_kernel: {found[1]}"
-    previous = ""
-    while text != previous:
-        previous, text = text, re.sub(r"<[^<>]*>", "", text)
-    return re.sub(r"\(anonymous namespace\)::", "", text).partition("(")[0].strip() or name
+    for brackets in (r"\([^()]*\)", r"<[^<>]*>"):  # a `>` in round brackets, as in `enable_if<(8 > 0)>`, closes nothing
+        count = 1
+        while count:
+            text, count = re.subn(brackets, "", text)
+    return _RETURN_TYPE.sub("", text.partition("(")[0]).strip() or name
 
 
 def measure_steps(
@@ -169,7 +175,7 @@ def measure_steps(
 ) -> list[StepTime]:
     """Return the GPU time of the steps in a trace, one entry for each kind of step.
 
-    Raises TraceError if the file is no trace, or has no GPU work or no steps.
+    Raises TraceError if the file is no trace, or has no GPU work or fewer than two steps.
     """
     return [time for trace in read_traces(path, progress) for time in _measure_trace(trace, step_range)]
 
@@ -181,9 +187,11 @@ def _measure_trace(trace: Trace, step_range: str | None) -> list[StepTime]:
     steps = find_trace_steps(columns, step_range)
     if len(steps) < 2:  # noqa: PLR2004 - a step ends where the next one begins
         raise TraceError(
-            f"{name} has {len(steps)} steps, and at least 2 are needed; record several steps of an engine, or give --step-range."
+            f"{name} has {format_count(len(steps), 'step')}, and at least 2 are needed: record several steps of an engine, or name the "
+            f"range around a step with --step-range. {format_ranges(columns.list_ranges())}"
         )
-    return _compute_times(name, columns, steps)
+    damage = list_damage(columns)
+    return [msgspec.structs.replace(time, damage=damage) for time in _compute_times(name, columns, steps)]
 
 
 def _compute_times(path: str, columns: Columns, steps: Steps) -> list[StepTime]:
@@ -192,59 +200,69 @@ def _compute_times(path: str, columns: Columns, steps: Steps) -> list[StepTime]:
     moments = np.where(launch >= 0, calls.start[launch], gpu.start) if len(calls) else gpu.start
     step_of = np.array([-1 if i is None else i for i in steps.find_indices(moments)])
     begins = np.array([gpu.start[step_of == i].min(initial=np.inf) for i in range(len(steps))])
-    timeline = _make_timeline(columns, launch)
+    timeline = _make_timeline(columns, launch, np.arange(len(gpu)))
     found = []
     for kind, members in steps.find_steady().items():
         whole = [i for i in members if i + 1 < len(steps) and begins[i] < begins[i + 1] < np.inf]
         if whole:
-            typical = _find_typical_step(timeline, begins, whole)
-            found.append(_average(path, kind, columns, step_of, begins, whole, typical))
+            rows = np.flatnonzero(np.isin(step_of, whole))
+            exposed_us = _sum_parts(_make_timeline(columns, launch, rows)) / len(whole)
+            found.append(_average(path, kind, columns, rows, begins, whole, exposed_us, timeline))
     return found
 
 
 class _Timeline(NamedTuple):
-    """Hold all GPU work of a trace in order of start, with the time since the work before it ended."""
+    """Hold GPU work in order of start, with the time since the work before it ended."""
 
     start: NDArray[np.float64]
     reached: NDArray[np.float64]  # end of all work that began earlier; not after `start`
     exposed: NDArray[np.float64]  # time in which no work that began earlier runs
     late: NDArray[np.bool_]  # True if the GPU was idle before the call that launched the work had returned
-    part: NDArray[np.int64]
-    parts: tuple[str, ...]
+    part: NDArray[np.int64]  # number in _PART_NAMES
 
 
-def _make_timeline(columns: Columns, launch: NDArray[np.int64]) -> _Timeline:
-    """Return the GPU work of a trace; `launch` is the index of the call that launched each row, -1 if it is unknown.
+def _make_timeline(columns: Columns, launch: NDArray[np.int64], rows: NDArray[np.int64]) -> _Timeline:
+    """Return these rows of the GPU work; `launch` is the index of the call that launched each row, -1 if it is unknown.
 
     A graph is launched by one call, and its later kernels wait for the kernels before them, not for the host.
     """
     gpu, calls = columns.tables["gpu"], columns.tables["calls"]
-    order = np.argsort(gpu.start, kind="stable")
+    order = rows[np.argsort(gpu.start[rows], kind="stable")]
     start, end, launch = gpu.start[order], gpu.end[order], launch[order]
     reached = np.concatenate([start[:1], np.maximum.accumulate(end)[:-1]])
     first = np.concatenate([[True], launch[1:] != launch[:-1]])
     returned = np.where(launch >= 0, calls.end[launch], -np.inf) if len(calls) else np.full(len(start), -np.inf)
-    parts = (*(part for part, _ in PARTS), UNKNOWN)
-    part_of = np.array([parts.index(find_part(name)) for name in columns.names])
+    names, name = np.unique(gpu.name[order], return_inverse=True)
+    part_of = np.array([_PART_NAMES.index(find_part(columns.names[number])) for number in names])
     return _Timeline(
         start=start,
         reached=np.minimum(reached, start),
         exposed=np.maximum(end - np.maximum(start, reached), 0.0),
         late=first & (returned > reached),
-        part=part_of[gpu.name[order]],
-        parts=parts,
+        part=part_of[name],
     )
+
+
+def _sum_parts(timeline: _Timeline, rows: slice = slice(None)) -> NDArray[np.float64]:
+    """Return the time of each of _PART_NAMES that no kernel with an earlier start covers."""
+    found = np.bincount(timeline.part[rows], timeline.exposed[rows], minlength=len(_PART_NAMES))
+    return found.astype(np.float64)
+
+
+def _name_parts(us: Iterable[float]) -> dict[str, float]:
+    """Return the parts that take time, the longest first."""
+    return dict(sorted(((p, t) for p, t in zip(_PART_NAMES, us, strict=True) if t > 0), key=lambda item: -item[1]))
 
 
 def _find_typical_step(timeline: _Timeline, begins: NDArray[np.float64], members: Sequence[int]) -> TypicalStep:
     """Return the medians over these steps, each of which ends where the next one begins."""
     of_step = [_divide_step(timeline, begins[i], begins[i + 1]) for i in members]
     *parts, idle_us, host_wait_us = np.median(of_step, axis=0).tolist()
-    part_us = {part: us for part, us in zip(timeline.parts, parts, strict=True) if us > 0}
+    part_us = _name_parts(parts)
     step_us = sum(part_us.values()) + idle_us
     return TypicalStep(
         step_us=step_us,
-        part_us=dict(sorted(part_us.items(), key=lambda item: -item[1])),
+        part_us=part_us,
         idle_us=idle_us,
         host_wait_us=host_wait_us,
         durations_us=[float(begins[i + 1] - begins[i]) for i in members],
@@ -254,7 +272,7 @@ def _find_typical_step(timeline: _Timeline, begins: NDArray[np.float64], members
 def _divide_step(timeline: _Timeline, begin: float, end: float) -> NDArray[np.float64]:
     """Return the time of each part, the time without work, and that in which the host had not launched the next work."""
     inside = slice(*np.searchsorted(timeline.start, [begin, end]).tolist())
-    busy = np.bincount(timeline.part[inside], timeline.exposed[inside], minlength=len(timeline.parts))
+    busy = _sum_parts(timeline, inside)
     since = np.maximum(timeline.reached, begin)
     gap = np.maximum(np.minimum(timeline.start, end) - since, 0.0)
     waits = float(gap[timeline.late & (timeline.start > begin) & (timeline.reached < end)].sum())
@@ -265,24 +283,24 @@ def _average(
     path: str,
     kind: str,
     columns: Columns,
-    step_of: NDArray[np.int64],
+    rows: NDArray[np.int64],
     begins: NDArray[np.float64],
     members: Sequence[int],
-    typical: TypicalStep,
+    exposed_us: NDArray[np.float64],
+    timeline: _Timeline,
 ) -> StepTime:
-    """Return the means over these steps, each of which is followed by another one."""
+    """Return the means over these steps with these rows of GPU work; each step is followed by another one."""
     gpu = columns.tables["gpu"]
-    chosen = np.isin(step_of, members)
-    start, end, names = gpu.start[chosen], gpu.end[chosen], gpu.name[chosen]
+    start, end, names = gpu.start[rows], gpu.end[rows], gpu.name[rows]
     busy_start, busy_end = merge_intervals(start, end)
     busy, total, count = float((busy_end - busy_start).sum()), float((end - start).sum()), len(members)
     step_us = float(sum(begins[i + 1] - begins[i] for i in members)) / count
     times: dict[tuple[str, str], tuple[float, int]] = {}
     for number in np.unique(names):
-        rows = names == number
+        of_name = names == number
         key = shorten_name(columns.names[number]), find_part(columns.names[number])
         us, launches = times.get(key, (0.0, 0))
-        times[key] = us + float((end - start)[rows].sum()), launches + int(rows.sum())
+        times[key] = us + float((end - start)[of_name].sum()), launches + int(of_name.sum())
     kernels = [
         KernelTime(name=name, part=part, per_step=launches / count, us=us / count)
         for (name, part), (us, launches) in sorted(times.items(), key=lambda item: -item[1][0])
@@ -295,21 +313,6 @@ def _average(
         idle_us=step_us - busy / count,
         overlap_us=(total - busy) / count,
         kernels=kernels,
-        exposed_part_us=_sum_exposed_parts([columns.names[number] for number in names], start, end, count),
-        typical=typical,
+        exposed_part_us=_name_parts(exposed_us.tolist()),
+        typical=_find_typical_step(timeline, begins, members),
     )
-
-
-def _sum_exposed_parts(
-    names: Sequence[str], start: NDArray[np.float64], end: NDArray[np.float64], count: int
-) -> dict[str, float]:
-    """Return the time of each part over `count` steps that no kernel with an earlier start covers, the longest first."""
-    order = np.argsort(start, kind="stable")
-    reached = np.concatenate([[-np.inf], np.maximum.accumulate(end[order])[:-1]])
-    exposed = np.maximum(end[order] - np.maximum(start[order], reached), 0.0) / count
-    part_of = {name: find_part(name) for name in set(names)}
-    found: dict[str, float] = {}
-    for place, us in zip(order, exposed.tolist(), strict=True):
-        part = part_of[names[place]]
-        found[part] = found.get(part, 0.0) + us
-    return dict(sorted(found.items(), key=lambda item: -item[1]))

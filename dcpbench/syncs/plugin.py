@@ -195,7 +195,7 @@ def _check_body(item: pytest.Item) -> Iterator[None]:
     if limit is not None and checked.count > limit:
         allowed = f"at most {limit}" if limit else "none"
         times = "1 CUDA synchronisation" if checked.count == 1 else f"{checked.count} CUDA synchronisations"
-        pytest.fail(f"{times} where {allowed} may be, {checked.words}:\n\n{checked.text()}", pytrace=False)
+        pytest.fail(f"{times} where {allowed} may be, {checked.reason}:\n\n{checked.text()}", pytrace=False)
 
 
 def _needs_check(item: pytest.Item) -> bool:
@@ -215,7 +215,9 @@ def _parse_limit(item: pytest.Item) -> tuple[int | None, tuple[str, ...], str]:
     try:
         return (no_cuda_sync if mark.name == NO else max_cuda_syncs)(*mark.args, **mark.kwargs)
     except (TypeError, ValueError) as error:
-        usage = f"{NO} or {NO}(allow=['engine.sampler.*'])" if mark.name == NO else f"{MAX}(2)"
+        usage = (
+            f"{NO} or {NO}(allow=['engine.sampler.*'])" if mark.name == NO else f"{MAX}(2, allow=['engine.sampler.*'])"
+        )
         raise pytest.UsageError(f"{item.nodeid}: {error}; write @pytest.mark.{usage}") from None
 
 

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +93,7 @@ ALLOCATION = Rule(
     "cudaFree waits for all work on the device: empty_cache() and a caching allocator that runs out of memory call "
     "it. Pinning memory (cudaHostAlloc) does not wait for the GPU, but takes the host tenths of a millisecond per "
     "MiB.",
-    "Allocate and pin before the first step and use it again; leave the caching allocator room.",
+    "Allocate and pin before the first step and use it again; leave memory free for the caching allocator.",
 )
 DRIVER = Rule(
     "SYNC010",
@@ -110,7 +106,7 @@ COPY = Rule(
     "SYNC011",
     "blocking-copy",
     "A copy blocks the host",
-    "A copy whose direction the trace does not say was made with a blocking call, or waited for.",
+    "A copy of unknown direction was made with a blocking call, or waited for.",
     "Use pinned memory and non_blocking=True, or cudaMemcpyAsync on a stream of your own.",
 )
 TIMING = Rule(
@@ -138,20 +134,16 @@ def get_op_name(op: str) -> str:
     return op.rpartition("::")[2].partition(".")[0]
 
 
-def find_op_rule(op_chain: Sequence[str]) -> Rule | None:
-    """Return the rule implied by the operators around a blocking call, outermost first; None if they imply none."""
-    return _find_op_rule(tuple(op_chain))
-
-
 @functools.lru_cache(maxsize=1 << 12)
-def _find_op_rule(op_chain: tuple[str, ...]) -> Rule | None:
+def find_op_rule(op_chain: tuple[str, ...]) -> Rule | None:
+    """Return the rule implied by the operators around a blocking call, outermost first; None if they imply none."""
     names = [get_op_name(op) for op in op_chain]
     if any(name in SHAPE_OPS for name in names):
         return SHAPE
     return SCALAR if names and names[-1] in SCALAR_OPS else None
 
 
-def find_copy_rule(op_chain: Sequence[str], direction: str, *, waited: bool) -> Rule:
+def find_copy_rule(op_chain: tuple[str, ...], direction: str, *, waited: bool) -> Rule:
     """Return the rule of a blocking copy.
 
     Args:

@@ -24,7 +24,7 @@ import msgspec
 
 from dcpbench.errors import CapacityError, ExitCode, OutputError, UsageError
 from dcpbench.show.text import format_count, make_printable
-from dcpbench.syncs.dry_run_program import RECORDER, suggest_dry_run
+from dcpbench.syncs.dry_run_program import EXAMPLE, RECORDER, suggest_dry_run
 from dcpbench.syncs.process_tree import list_unseen_programs
 from dcpbench.syncs.recorder import child
 from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary, rename_traces
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 VARIABLE = "DCPBENCH_SYNCS_RECORD"
 CPU_VARIABLE = "DCPBENCH_SYNCS_RECORD_CPU"  # set by tests to record without a GPU, and so without any syncs
 NOTHING_RECORDED = (
-    "No Python process of the program imported torch, or it ignored PYTHONPATH (python -E and -I do, and programs that "
-    "start others with a new environment): nothing was recorded."
+    "Nothing was recorded: no Python process of the program imported torch and then used CUDA or ended by itself, or it "
+    "ignored PYTHONPATH (python -E and -I do, and programs that start others with a new environment)."
 )
 NOT_LOADED = (
     "it ignores or lacks our PYTHONPATH; let the program start it with its own environment, without -E, -I and -S"
@@ -122,7 +122,7 @@ def run_program(command: Sequence[str], recording: Recording, options: GateOptio
             sys.stderr.write(
                 f"The recorded program {_format_ending(code)}, so this command ends with exit code {verdict:d}.\n"
             )
-        if recording.keep is not None:
+        if recording.keep is not None and any(folder.glob("*.json")):
             sys.stderr.write(f"Traces are in {make_printable(str(recording.keep))}\n")
     return verdict
 
@@ -195,14 +195,13 @@ def read_notes(folder: Path) -> list[Note]:
 
 
 def explain_notes(notes: Sequence[Note], recording: Recording) -> list[str]:
-    """Return sentences on processes with a missing trace, or with a trace that lacks something requested."""
+    """Return sentences on what was not recorded as requested, except for traces that `add_notes` calls incomplete."""
     if not notes:
         return [NOTHING_RECORDED]
-    lines = [f"{note.name}: {_explain_no_trace(note, recording)}" for note in notes if not note.trace and note.cuda]
-    lines += [f"{note.name}: {problem}." for note in notes if note.trace for problem in note.problems]
+    lines = [f"{note.name}: {problem}." for note in notes if note.trace and not note.cut for problem in note.problems]
     recorded = [note for note in notes if note.trace]
     if not recorded and not any(note.cuda for note in notes):
-        lines.append("No process of the program used CUDA. Without a GPU, dcpbench syncs dry-run says what would wait.")
+        lines.append(f"No process of the program used CUDA. A dry run finds what would wait without a GPU: {EXAMPLE}")
     if recorded and not any(note.steps for note in recorded):
         lines.append(f"No steps were seen: {_explain_no_steps(recorded, recording)}")
     return lines
@@ -221,15 +220,15 @@ def _explain_no_steps(notes: Sequence[Note], recording: Recording) -> str:
 
 
 def _explain_no_trace(note: Note, recording: Recording) -> str:
-    """Return why a process that used CUDA left no trace."""
+    """Return a clause on why a process that used CUDA left no trace, and what to do."""
     if note.problems:
-        return "; ".join(note.problems) + "."
+        return "; ".join(note.problems)
     if not note.steps:
         none = f"--warmup {recording.warmup} leaves none: " if recording.warmup else ""
-        return f"it ended after 0 steps; {none}{_explain_no_steps([note], recording)}"
+        return f"it ended after 0 steps; {none}{_explain_no_steps([note], recording)}".removesuffix(".")
     if note.steps <= recording.warmup:
-        return f"it ended after {format_count(note.steps, 'step')}, and --warmup {recording.warmup} leaves none; give fewer."
-    return "it ended before its trace was written; record fewer steps with --steps."
+        return f"it ended after {format_count(note.steps, 'step')}, and --warmup {recording.warmup} leaves none; give fewer"
+    return "it ended before its trace was written; record fewer steps with --steps"
 
 
 @contextlib.contextmanager
@@ -259,24 +258,37 @@ def _remove_notes(folder: Path) -> None:
 
 def _scan_folder(folder: Path, recording: Recording, gate: Gate) -> Report:
     """Return the report on the traces, completed from the notes."""
-    from dcpbench.show.terminal import ProgressLine
-    from dcpbench.syncs.files import expand_names
-    from dcpbench.syncs.scan import scan_traces
+    from dcpbench.syncs.commands import locate_calls
 
     notes = read_notes(folder)
     for sentence in explain_notes(notes, recording):
         sys.stderr.write(f"- {make_printable(sentence)}\n")
-    report = Report()
-    if any(folder.glob("*.json")):
-        with ProgressLine() as progress:
-            report = scan_traces(
-                expand_names([str(folder)]), root=gate.root, step_range=gate.step_range, progress=progress
-            )
+    report = scan_recordings(folder, gate) if any(folder.glob("*.json")) else Report()
+    locate_calls(report, gate)
     add_notes(report, notes, recording)
     for command in list_unseen_programs(folder):
         add_incomplete_program(report, command, f"did not load the recorder: {NOT_LOADED}")
     if recording.keep is None:
         remove_folder_names(report, folder)
+    return report
+
+
+def scan_recordings(folder: Path, gate: Gate) -> Report:
+    """Return the report on the traces; without a range that matches --step-range they are incomplete, and not lost."""
+    from dcpbench.show.terminal import ProgressLine
+    from dcpbench.syncs.files import expand_names
+    from dcpbench.syncs.scan import scan_traces
+
+    paths = expand_names([str(folder)])
+    with ProgressLine() as progress:
+        try:
+            return scan_traces(paths, root=gate.root, step_range=gate.step_range, progress=progress)
+        except UsageError:
+            report = scan_traces(paths, root=gate.root, progress=progress)
+    for trace in report.traces:
+        trace.coverage.complete = False
+        advice = "name one that is there, or leave it out"
+        trace.coverage.damage.append(f"has no range that matches --step-range {gate.step_range!r}: {advice}")
     return report
 
 
@@ -287,9 +299,13 @@ def add_notes(report: Report, notes: Sequence[Note], recording: Recording) -> No
         trace = traces.get(note.trace)
         if trace is not None:
             trace.coverage.complete = trace.coverage.complete and not note.cut
-            trace.coverage.notes = [*trace.coverage.notes, *(f"{problem}." for problem in note.problems)]
+            if note.cut:
+                trace.coverage.damage = [*trace.coverage.damage, f"is cut short: {'; '.join(note.problems)}"]
+            else:
+                trace.coverage.notes = [*trace.coverage.notes, *(f"{problem}." for problem in note.problems)]
         elif note.cuda:
-            coverage = Coverage(detector="scan", complete=False, notes=[_explain_no_trace(note, recording)])
+            why = f"has left no trace: {_explain_no_trace(note, recording)}"
+            coverage = Coverage(detector="scan", complete=False, damage=[why])
             rank = int(note.rank) if note.rank.isdecimal() else None
             report.traces.append(TraceSummary(path=note.name, rank=rank, coverage=coverage))
 

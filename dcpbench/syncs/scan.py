@@ -11,7 +11,7 @@ import numpy as np
 from dcpbench.errors import UsageError
 from dcpbench.syncs.nsys.per_process import is_export, read_export
 from dcpbench.syncs.sites import Sync, group_trace_sites, merge_sites
-from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, Work, find_steps
+from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, Work, check_step_range, find_steps, format_ranges
 from dcpbench.syncs.sync_report import Report, Site, TraceSummary, build_report
 from dcpbench.syncs.trace_ranks import is_front_end, parse_file_name
 from dcpbench.syncs.traces.allowed_regions import find_allowed_reasons
@@ -25,7 +25,7 @@ from dcpbench.syncs.traces.blocking import (
 )
 from dcpbench.syncs.traces.bubbles import compute_bubbles, compute_busy_and_idle, find_waited_work
 from dcpbench.syncs.traces.columns import Columns, read_columns
-from dcpbench.syncs.traces.coverage import compute_coverage, format_ranges, has_known_bubbles
+from dcpbench.syncs.traces.coverage import compute_coverage, has_known_bubbles
 from dcpbench.syncs.traces.intervals import ANY_THREAD, find_chains, match_keys
 from dcpbench.syncs.traces.python_lines import Attribution, Repository
 from dcpbench.syncs.traces.reading import TraceReader
@@ -33,16 +33,13 @@ from dcpbench.syncs.traces.reading import TraceReader
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-    from typing import Any
 
     from numpy.typing import NDArray
 
     from dcpbench.syncs.traces.blocking import BlockingCalls
     from dcpbench.syncs.traces.columns import Table
-    from dcpbench.syncs.traces.intervals import Floats
+    from dcpbench.syncs.traces.intervals import Floats, Ints
     from dcpbench.syncs.traces.python_lines import Line, Stacks
-
-    Ints = NDArray[Any]
 
 
 _NUMBERS = re.compile(r"\d+")
@@ -57,18 +54,13 @@ def scan_traces(
         paths: Trace files, one per rank or more.
         root: Repository to which paths in the traces are made relative.
         step_range: Regular expression for annotations that mark steps; None finds them by itself.
-        progress: Told what is being read.
+        progress: Called with the file and the number of events so far.
 
     Raises:
         TraceError: A file cannot be read, or is no trace.
         UsageError: The expression is not one, or matches no annotation of any trace.
     """
-    try:
-        re.compile(step_range or "")
-    except re.error as e:
-        raise UsageError(
-            f"--step-range {step_range!r} is no regular expression ({e}); give one such as '^decode_step'"
-        ) from None
+    check_step_range(step_range)
     repository = Repository(root)
     scanned = [of_trace for path in paths for of_trace in _scan_file(path, repository, step_range, progress)]
     summaries = [summary for summary, _, _ in scanned]
@@ -91,7 +83,7 @@ def _scan_file(
         summary.front_end = is_front_end(path.name) and not (seen.gpu_events or seen.runtime_events)
         if summary.front_end:
             seen.notes = []
-        yield summary, sites, "" if summary.steps else format_ranges(columns)
+        yield summary, sites, "" if summary.steps else format_ranges(columns.list_ranges())
 
 
 class Trace(NamedTuple):
@@ -126,7 +118,7 @@ def read_traces(path: Path, progress: Callable[[str], None] | None = None) -> li
         rank = parse_file_name(path.name).rank if len(processes) == 1 else None
         return [Trace(f"{path} ({name})" if name else str(path), columns, rank) for name, columns in processes]
     reader = TraceReader(path)
-    columns = read_columns(reader.read_blocks(), reader.trouble, count_events)
+    columns = read_columns(reader.read_blocks(), reader.problems, count_events)
     return [Trace(str(path), columns, reader.rank, reader.world_size)]
 
 
@@ -227,7 +219,7 @@ def _build_syncs(columns: Columns, blocking: BlockingCalls, placed: _CallPlaces,
     alone = ~np.isin(blocking.thread, ranges.thread)
     inside = find_chains(ranges, blocking.start, np.where(alone, ANY_THREAD, blocking.thread))
     priced = compute_bubbles(columns, blocking) if has_known_bubbles(columns) else None
-    untimed = bool(columns.trouble.untimed_events)
+    untimed = bool(columns.problems.untimed_events)
     names, reasons = columns.names, find_waited_work(columns, blocking)
     step_starts = set(steps.start.tolist())
     of_step = steps.find_indices(blocking.start)

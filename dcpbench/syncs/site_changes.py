@@ -124,11 +124,19 @@ def compare_reports(old: Report, new: Report, thresholds: Thresholds, reasons: I
     return ReportChanges(
         old_steps=sides[0] if marked[0] else 0,
         new_steps=sides[1] if marked[1] else 0,
-        old_bubble_us=sum_known(change.old.bubble_us for change in changes if change.old),
-        new_bubble_us=sum_known(change.new.bubble_us for change in changes if change.new),
+        old_bubble_us=_sum_bubbles(old, [change.old for change in changes]),
+        new_bubble_us=_sum_bubbles(new, [change.new for change in changes]),
         changes=changes,
         reasons=list(dict.fromkeys([*reasons, *_explain_uneven_steps(marked)])),
     )
+
+
+def _sum_bubbles(report: Report, costs: Sequence[SiteCost | None]) -> float | None:
+    """Return the bubble of all sites in a step: 0 without a site, if GPU work was recorded; None if it is unknown."""
+    sites = [cost for cost in costs if cost is not None]
+    if not sites and any(trace.gpu_busy_us is not None for trace in report.traces):
+        return 0.0
+    return sum_known(cost.bubble_us for cost in sites)
 
 
 def _explain_uneven_steps(marked: Sequence[bool]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Format sites and traces as text: printable names, times and sizes with units, and how a site stands in a verdict."""
+"""Format sites and traces as text: printable names, times and sizes with units, and the status of a site in a verdict."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import msgspec
 from dcpbench.points.sizes import format_size
 from dcpbench.show.numbers import MICROSECONDS, format_with_unit
 from dcpbench.show.text import format_count, make_printable
+from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.sync_report import Report, get_sort_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dcpbench.syncs.rules import Rule
     from dcpbench.syncs.site_changes import SiteCost
-    from dcpbench.syncs.sync_report import Site, TraceSummary, Verdict
+    from dcpbench.syncs.sync_report import Site, Totals, TraceSummary, Verdict
 
 SiteStatus = Literal["finding", "counted", "known", "allowed", "warm-up", "may block", "own"]
 """finding: fails the gate alone; counted: adds to a limit that is exceeded; known: within baseline and limits."""
@@ -63,6 +65,11 @@ def format_bubble(value: float | None) -> str:
     return "bubble not known" if value is None else f"bubble at most {format_microseconds(value)}"
 
 
+def is_timed(cost: Site | Totals) -> bool:
+    """Return False for waits without times, as in a dry run, which have no cost to show."""
+    return cost.wait_us is not None or cost.bubble_us is not None
+
+
 def format_count_per_step(value: float | None) -> str:
     """Format a count per step, such as 2 or 0.25; a dash without steps."""
     return NOTHING if value is None else f"{value:.4g}"
@@ -88,8 +95,8 @@ def format_trace(trace: TraceSummary) -> str:
     """Return one line about a trace: what was seen in it, and which ranges are its steps."""
     seen = trace.coverage
     if trace.front_end:
-        name = "vLLM's front end" if seen.detector == "scan" else "a process"
-        return f"Left out {trace.path}: the trace of {name}, which uses no GPU."
+        name = "vLLM's front end" if seen.detector == "scan" else "this process"
+        return f"Left out {trace.path}: {name} uses no GPU."
     facts = [] if trace.rank is None else [f"rank {trace.rank}{f' of {trace.world_size}' if trace.world_size else ''}"]
     facts += [seen.detector] if seen.detector != "scan" else []
     facts += [format_steps(trace)] if trace.steps or seen.detector == "scan" else []
@@ -171,25 +178,40 @@ def get_site_name(site: Site) -> str:
     return site.function or site.range or site.op or site.call or site.kind
 
 
+def get_outer_op(site: Site) -> str:
+    """Return the operator that the program called, which distinguishes calls of one line; empty if it is `site.op` itself."""
+    return site.op_chain[0] if site.op_chain and site.op_chain[0] != site.op else ""
+
+
 def format_sentence(site: Site) -> str:
     """Format one line about a site, for annotations, alerts and logs."""
     where = f" ({format_place(site)})" if format_place(site) else ""
-    what = site.op or site.call
+    name, what = get_site_name(site), site.op or site.call or get_site_name(site)
+    by = f" by {get_outer_op(site)}" if get_outer_op(site) else ""
     rate = format_per_step(site, form="{} per {} step", form_alone="{} per step")
     much = f"{rate}, " if site.count_per_step is not None else ""
     much += f"{site.count:,} in all" + (f" ({format_waited_share(site)})" if format_waited_share(site) else "")
     much += f", {site.outside:,} of them in no step" if site.outside else ""
-    timed = site.wait_us is not None or site.bubble_us is not None
-    cost = f", {format_bubble(site.bubble_us)}" if timed else ""
-    called = f", called from {site.called_from}" if site.called_from else ""
+    cost = f", {format_bubble(site.bubble_us)}" if is_timed(site) else ""
+    lines = f", called from {site.called_from}" if site.called_from else ""
     if len(site.call_lines) > 1:
-        called += f", at one of the lines {', '.join(str(line.line) for line in site.call_lines)}"
-    return f"{site.kind}: {f'{what} in ' if what else ''}{get_site_name(site)}{where}{called}, {much}{cost}"
+        lines += f", at one of the lines {', '.join(str(line.line) for line in site.call_lines)}"
+    return f"{site.kind}: {what}{by}{f' in {name}' if name != what else ''}{where}{lines}, {much}{cost}"
 
 
-def format_advice(site: Site, fix: str) -> str:
+def format_advice(site: Site) -> str:
     """Format the cause, if the trace shows it, and the usual fix."""
+    fix = BY_ID[site.rule].fix
     return f"{site.cause} {fix}" if site.cause else fix
+
+
+def list_rules(report: Report) -> list[tuple[Rule, list[str]]]:
+    """Return the rules of the program's own sites in order of the report, each with its causes as far as the trace shows them."""
+    causes: dict[str, dict[str, None]] = {site.rule: {} for site in report.sites if not site.own}
+    for site in report.sites:
+        if site.cause and not site.own:
+            causes[site.rule][site.cause] = None
+    return [(BY_ID[rule], list(found)) for rule, found in causes.items()]
 
 
 def format_waited_share(site: Site) -> str:
@@ -221,7 +243,7 @@ def list_labels(site: Site, verdict: Verdict) -> list[str]:
 
 
 def get_status(site: Site, verdict: Verdict) -> SiteStatus:
-    """Return how a site stands in a judged report."""
+    """Return the status of a site in a judged report."""
     if site.own:
         return "own"
     if site.allowed:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import itertools
 import linecache
 import re
 from typing import TYPE_CHECKING, Literal
@@ -227,14 +229,18 @@ def merge_sites(per_trace: Sequence[Sequence[Site]], *, by_line: bool = False) -
 
     Counts, waits and bubbles add up. Count per step is that of the worst trace, as is the median wait: a step is as
     slow as its slowest rank. A p99 needs the samples, which several traces no longer have together, so it is the worst
-    one's. If it is unknown for one trace what waited, it is unknown for both.
+    one's. If it is unknown for one trace what waited, it is unknown for both. Where only some traces have steps, the
+    occurrences in the others are outside of steps.
     """
-    merged: dict[tuple[str, int | None, bool, bool, str], Site] = {}
-    for sites in per_trace:
-        for site in sites:
-            key = (site.fingerprint, site.line if by_line else None, site.may_block, site.own, site.allowed)
-            merged[key] = _add_site(merged[key], site) if key in merged else site
-    return list(merged.values())
+    groups: dict[tuple[str, int | None, bool, bool, str], list[Site]] = {}
+    for site in itertools.chain.from_iterable(per_trace):
+        key = (site.fingerprint, site.line if by_line else None, site.may_block, site.own, site.allowed)
+        groups.setdefault(key, []).append(site)
+    for group in groups.values():
+        without_steps = [site for site in group if site.count_per_step is None]
+        for site in without_steps if len(without_steps) < len(group) else ():
+            site.outside = site.count
+    return [functools.reduce(_add_site, group) for group in groups.values()]
 
 
 def _add_site(a: Site, b: Site) -> Site:

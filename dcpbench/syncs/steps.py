@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
+from dcpbench.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from typing import Any
@@ -25,6 +27,7 @@ HOW_TO_MARK = (
     'prof.step() marks steps only where profile() has schedule=; or wrap each step in record_function(f"step {n}") and give '
     "--step-range '^step '."
 )
+MAX_RANGES = 5  # ranges that are listed where none marks a step
 MIN_STEADY_STEPS = 3  # steps from which the first counts as warm-up
 MIN_SHARE = 0.5  # share of the work that numbered ranges must exceed to be taken for steps
 
@@ -139,6 +142,16 @@ ENGINES = (
 )
 
 
+def check_step_range(pattern: str | None, name: str = "--step-range") -> None:
+    """Raise UsageError if a pattern is no regular expression; `name` is that of its option or key."""
+    try:
+        re.compile(pattern or "")
+    except re.error as e:
+        raise UsageError(
+            f"{name} {pattern!r} is no regular expression ({e}); give one such as '^decode_step'."
+        ) from None
+
+
 def find_steps(ranges: Sequence[Range], total: Work, pattern: str | None = None) -> Steps:
     """Find the steps among annotations.
 
@@ -246,6 +259,15 @@ def _make_steps(marked_by: str, ranges: list[Range], source: StepSource, total: 
     names = frozenset(r.name for r in [*ranges, last])
     starts = np.unique([r.start for r in ranges])
     return Steps(marked_by, starts, end, source, names, share=work.compute_share(total))
+
+
+def format_ranges(names: Iterable[str]) -> str:
+    """Format the annotations that could be steps, the most frequent first."""
+    found = Counter(names)
+    if not found:
+        return "There are no ranges in this trace."
+    listed = [f"{name!r} ({times})" for name, times in found.most_common(MAX_RANGES)]
+    return f"Ranges in this trace: {', '.join(listed)}{', …' if len(found) > MAX_RANGES else ''}."
 
 
 class Occurrences(NamedTuple):

@@ -246,6 +246,13 @@ class TestBaseline:
         assert syncs("baseline", "t.json")[0] == 2
         assert syncs("baseline", "t.json", "--force")[0] == 0
 
+    def test_output_never_replaces_what_is_read(self, syncs: Shell) -> None:
+        (syncs.folder / "link.json").symlink_to("t.json")
+        for words in (["scan", "t.json"], ["baseline", "t.json"], ["diff", "t.json", "t.json"]):
+            code, _, err = syncs(*words, "-o", "link.json", "--force")
+            assert code == 2
+            assert "link.json is itself read; give another file with -o" in err
+
     def test_inconclusive_trace_gives_no_baseline(self, syncs: Shell) -> None:
         syncs.report = lambda: build.report(build.site(), traces=[build.trace(complete=False)])
         code, _, err = syncs("baseline", "t.json", "-o", "b.json")

@@ -41,7 +41,7 @@ def test_report_is_refused_as_a_baseline(here: Path, capsys: pytest.CaptureFixtu
     """With a report as the baseline all of its sites would pass, or none."""
     (here / "report.json").write_text(text)
     assert syncs("scan", "t.json", "--baseline", "report.json") == 2
-    assert "dcpbench syncs baseline TRACE -o report.json --force" in capsys.readouterr().err
+    assert "dcpbench syncs baseline TRACE -o FILE" in capsys.readouterr().err
 
 
 def test_control_characters_of_file_names_are_escaped_in_errors(capsys: pytest.CaptureFixture[str]) -> None:

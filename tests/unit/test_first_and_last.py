@@ -257,10 +257,10 @@ def test_repaired_byte_is_recorded_with_its_surrounding_string(
     """At most three repairs are recorded."""
     reader = TraceReader(tmp_path / "trace.json")
     reader._record_repair(f"{before}X{after}".encode(), len(before))
-    assert reader.trouble.repaired == [shown]
+    assert reader.problems.repaired == [shown]
     for more in ("1", "2", "2", "3"):
         reader._record_repair(more.encode(), 0)
-    assert reader.trouble.repaired == [shown, "1", "2"]
+    assert reader.problems.repaired == [shown, "1", "2"]
 
 
 @pytest.mark.parametrize("near", [None, 1.0, 0.001, 1_000.0])

@@ -64,6 +64,7 @@ WRONG = [
     ("max-bubble-us = nan", "not negative"),
     ("baseline = 3", "baseline must be a text"),
     ("step-range = ['x']", "step-range must be a text"),
+    ("step-range = '('", "step-range '(' is no regular expression"),
     ("max_per_step = 2", "unknown key max_per_step; it knows allow, max-per-step"),
     ('allow = "f"', "allow must be a list of tables"),
     ('allow = ["f"]', "allow[0] must be a table"),

@@ -123,6 +123,18 @@ def test_traces_without_steps_are_compared_by_total_counts(tmp_path: Path) -> No
     assert f"{2 * STEPS} in all" in result.stdout
 
 
+def test_waits_of_a_trace_without_steps_count_next_to_one_with_steps(tmp_path: Path) -> None:
+    """Each side has a trace with steps and one without; only the latter waits more often."""
+    for side, times in (("old", 1), ("new", 2)):
+        (tmp_path / side).mkdir()
+        write(tmp_path / side, "a.json", SAMPLE)
+        write(tmp_path / side, "b.json", SAMPLE._replace(times=times), steps=False)
+    result = run_diff(tmp_path / "old", tmp_path / "new")
+    assert result.exit_code == 1
+    assert f"(+{STEPS} outside)" in result.stdout
+    assert f"(+{2 * STEPS} outside)" in result.stdout
+
+
 def test_reports_in_json_are_compared_like_their_traces(tmp_path: Path) -> None:
     old = record(SAMPLE).scan(tmp_path, "a.json")
     new = record(SAMPLE, CHECK).scan(tmp_path, "b.json")
@@ -146,6 +158,9 @@ def test_reports_in_json_are_compared_like_their_traces(tmp_path: Path) -> None:
         (["{a}", "{a}", "--min-us", "nan"], "--min-us"),
         (["{a}", "{broken}"], "no report"),
         (["{a}", "{older}"], "scan the trace again"),
+        (["{a}", "{a}", "--json", "--format", "markdown"], "two formats"),
+        (["{a}", "{a}", "--step-range", "("], "no regular expression"),
+        (["{a}", "{report}", "--step-range", "^Profiler"], "leave --step-range out"),
     ],
 )
 def test_bad_input_is_explained(words: list[str], message: str, tmp_path: Path) -> None:
@@ -154,6 +169,7 @@ def test_bad_input_is_explained(words: list[str], message: str, tmp_path: Path) 
     older = build.report(build.site())
     older.schema_version = 0
     contents = {"dry": encode_json(dry), "broken": '{"schema_version": 1, "sites": 7}', "older": encode_json(older)}
+    contents["report"] = encode_json(build.report(build.site()))
     for name, content in contents.items():
         (tmp_path / f"{name}.json").write_text(content)
     names = {name: tmp_path / f"{name}.json" for name in (*contents, "missing")}
@@ -168,6 +184,25 @@ def test_allowed_site_never_fails_a_diff(tmp_path: Path) -> None:
     result = run_diff(*sides, "--allow", "engine.kv.check")
     assert result.exit_code == 0
     assert "1 of the changed ones is allowed" in result.stdout
+
+
+def test_permission_without_a_site_on_either_side_is_named(tmp_path: Path) -> None:
+    sides = write(tmp_path, "a.json", SAMPLE), write(tmp_path, "b.json", SAMPLE, CHECK)
+    result = run_diff(*sides, "--allow", "engine.kv.check", "--allow", "nothing")
+    assert "note: --allow 'nothing' matched nothing" in result.stderr
+    assert "engine.kv.check" not in result.stderr
+
+
+def test_report_in_a_file_of_any_name_is_compared(tmp_path: Path) -> None:
+    (tmp_path / "report").write_text(encode_json(record(SAMPLE).scan(tmp_path, "a.json")))
+    assert run_diff(tmp_path / "report", tmp_path / "a.json").exit_code == 0
+
+
+def test_bubble_of_a_side_without_sites_is_0(tmp_path: Path) -> None:
+    """A dash would mean that it is unknown."""
+    changes = json.loads(run_diff(write(tmp_path, "a.json", SAMPLE), write(tmp_path, "b.json"), "--json").stdout)
+    assert changes["old_bubble_us"] > 0
+    assert changes["new_bubble_us"] == 0
 
 
 def test_warm_up_sites_are_left_out(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class TestWriting:
         assert [(s["function"], s["count_per_step"]) for s in written["sites"]] == [("sample", 1.0)]
         code, text = start("--baseline base.json")
         assert code == 0
-        assert "Clean, nothing beyond what may pass" in text
+        assert "Clean: no findings" in text
         assert "of no use" not in text
 
     def test_more_per_step_and_new_sites_are_findings(self, start: Start) -> None:
@@ -116,6 +116,23 @@ class TestWriting:
         assert code == 2
         assert option.split(maxsplit=1)[0] in text
         assert not (tmp_path / "new.json").exists()
+
+    def test_step_range_without_a_match_is_named_with_the_ranges(self, start: Start) -> None:
+        code, text = start("--step-range ^decode")
+        assert code == 1
+        assert "No range matches --step-range '^decode', so that no steps are known." in text
+        assert "'step 0' (1)" in text
+
+    def test_invalid_step_range_is_refused_before_the_program_starts(self, start: Start) -> None:
+        code, text = start("--step-range (", "fail")
+        assert code == 2
+        assert "--step-range '(' is no regular expression" in text
+
+    def test_bubble_limit_of_a_project_does_not_apply_to_a_dry_run(self, start: Start) -> None:
+        """It knows no bubbles, so that it could never answer."""
+        (start.folder / "pyproject.toml").write_text("[tool.dcpbench.syncs]\nmax-bubble-us = 1\nmax-per-step = 1")
+        code, _ = start("")
+        assert code == 0
 
     def test_existing_baseline_is_kept_without_force(self, start: Start, tmp_path: Path) -> None:
         (tmp_path / "base.json").write_text("mine")

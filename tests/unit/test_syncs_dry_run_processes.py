@@ -338,7 +338,7 @@ def test_fork_waits_for_operators_of_other_threads_and_blocks_new_ones() -> None
     forking.start()
     with gate.run_operator(), gate.run_operator():
         inside.set()
-        while not gate.is_closed():
+        while not gate._forking:
             pass
         order.append("operator")
     with gate.run_operator():

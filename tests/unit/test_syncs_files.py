@@ -139,3 +139,32 @@ def test_missing_output_folder_error_quotes_the_mkdir_command(tmp_path: Path) ->
         files.check_output(tmp_path / "my dir" / "out.json", force=False)
     command = shlex.split(str(refused.value).partition("make it with ")[2].removesuffix("."))
     assert command == ["mkdir", "-p", str(tmp_path / "my dir")]
+
+
+def test_folder_that_cannot_be_written_is_refused_before_a_program_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the report of a long run would be lost; a device is written in place."""
+    files.check_output(tmp_path / "a.json", force=False)
+    monkeypatch.setattr(files.os, "access", lambda *_: False)
+    with pytest.raises(
+        OutputError, match=re.escape(f"No file can be made in {tmp_path}; give a file in another folder")
+    ):
+        files.check_output(tmp_path / "a.json", force=False)
+    (tmp_path / "link.json").symlink_to("/dev/null")
+    files.check_output(tmp_path / "link.json", force=True)
+
+
+def test_subfolder_that_cannot_be_read_is_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder stands for the traces directly in it."""
+    (tmp_path / "a.json").write_bytes(TRACE)
+    (tmp_path / "private").mkdir()
+    exists = type(tmp_path).exists
+
+    def refuse(path: Path) -> bool:
+        if path.parent.name == "private":
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(type(tmp_path), "exists", refuse)
+    assert [path.name for path in files.expand_names([str(tmp_path)])] == ["a.json"]

@@ -16,6 +16,8 @@ from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating import comments
 from dcpbench.syncs.gating.config import Allow
 from dcpbench.syncs.gating.gate import Gate, can_be_finding, compute_verdict
+from dcpbench.syncs.sites import merge_sites
+from dcpbench.syncs.sync_report import CallLine
 from tests.unit import syncs_builder as build
 
 if TYPE_CHECKING:
@@ -176,6 +178,15 @@ class TestBaseline:
         assert found.exit_code == 3
         assert "--step-range" in found.reasons[0]
 
+    def test_baseline_per_step_does_not_hide_the_waits_of_a_trace_without_steps(self) -> None:
+        """The same site is in a trace with steps, as in the baseline, and 30 times in a trace without."""
+        known = make_baseline(build.report(build.site()))
+        site = merge_sites([[build.site()], [build.site(count=30, count_per_step=None)]])
+        report = build.report(*site, traces=[build.trace(), build.trace("rank1.json", steps=None)])
+        (finding,) = judge(report, baseline=known).findings
+        assert "30 outside the steps here, 0 in the baseline" in finding.message
+        assert judge(report, baseline=make_baseline(report)).exit_code == 0
+
     def test_limits_apply_in_addition_to_a_baseline(self) -> None:
         report = build.report(build.site())
         assert judge(report, baseline=make_baseline(report), max_per_step=0.5).exit_code == 1
@@ -218,6 +229,7 @@ class TestBaseline:
         [
             (None, "There is no baseline"),
             (b"{", "is no baseline"),
+            (b'{"schema_version": 1, "sites": []}', "is no baseline"),
             (b"\xff", "is no baseline"),
             (b'{"sites": [{"rule": "x"}]}', "is no baseline"),
             (b'{"baseline_version": 9, "detector": "scan"}', "version 9"),
@@ -232,9 +244,16 @@ class TestBaseline:
         with pytest.raises(UsageError, match=f"(?s){message}.*dcpbench syncs baseline TRACE"):
             baselines.read_baseline(tmp_path / "b.json")
 
+    def test_file_that_is_no_baseline_is_not_to_be_overwritten(self, tmp_path: Path) -> None:
+        """It may be a trace or a report."""
+        (tmp_path / "b.json").write_text('{"traceEvents": []}')
+        with pytest.raises(UsageError) as error:
+            baselines.read_baseline(tmp_path / "b.json")
+        assert "--force" not in str(error.value)
+
     def test_baseline_command_quotes_a_path_with_spaces(self, tmp_path: Path) -> None:
         path = tmp_path / "my base.json"
-        for content in (None, "{", '{"baseline_version": 9}'):
+        for content in (None, '{"baseline_version": 9, "detector": "scan"}'):
             if content is not None:
                 path.write_text(content)
             with pytest.raises(UsageError, match=re.escape(f"TRACE -o '{path}'")):
@@ -402,6 +421,20 @@ class TestComments:
         lines = [self.site(2, CALL), self.site(3, CALL)]
         assert judge(build.report(*lines), root=tmp_path).exit_code == 1
         assert [line.allowed for line in lines] == ["", "here"]
+
+    @pytest.mark.parametrize(
+        ("lines", "source", "reason"),
+        [((2,), None, None), ((3,), None, "here"), ((2, 3), None, "here"), ((), None, "here"), ((2,), NOWHERE, "here")],
+        ids=str,
+    )
+    def test_comment_allows_the_call_of_a_trace_if_its_line_is_known(
+        self, tmp_path: Path, lines: tuple[int, ...], source: Path | None, reason: str | None
+    ) -> None:
+        """Otherwise a second wait in the function would pass; lines of another source are no lines of the comment's file."""
+        (tmp_path / "m.py").write_text("def f(t):\n    t.item()\n    t.tolist()  # dcpbench: allow-sync(here)\n")
+        calls = [CallLine(line=line, text="") for line in lines]
+        site = build.site(file="m.py", line=1, line_is=FUNCTION, call_lines=calls)
+        assert judge(build.report(site), root=tmp_path, source=source).allowed.get("f1") == reason
 
     def test_comment_without_a_reason_is_reported(self, tmp_path: Path) -> None:
         (tmp_path / "m.py").write_text(SOURCE)

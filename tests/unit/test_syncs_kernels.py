@@ -243,6 +243,38 @@ def test_names_are_shown_without_template_arguments_and_parameters() -> None:
     assert shorten_name("void a::(anonymous namespace)::f<b<c>, (d)1>(e<f>, int)") == "a::f"
     assert shorten_name("Memcpy HtoD (Pinned -> Device)") == "Memcpy HtoD"
     assert shorten_name("(odd)") == "(odd)"
+    assert (
+        shorten_name("std::enable_if<(((8)>(0)))&&a<b>::exists, void>::type a::norm<b, 8, true>(b*, long)") == "a::norm"
+    )
+
+
+def test_invalid_step_range_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_engine_trace(tmp_path / "rank0.pt.trace.json")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["syncs", "kernels", str(tmp_path), "--step-range", "("])
+    assert end.value.code == 2
+    assert "--step-range '(' is no regular expression" in capsys.readouterr().err
+
+
+def test_command_names_what_it_leaves_out_and_what_is_incomplete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder holds a trace that ends early, a copy of it, and a file of settings."""
+    whole = write_engine_trace(tmp_path / "whole.json").read_text()
+    (tmp_path / "whole.json").unlink()
+    for name in ("rank0.json", "rank1.json"):
+        (tmp_path / name).write_text(whole[:-200])
+    (tmp_path / "settings.json").write_text('{"layers": 3}')
+    with pytest.raises(SystemExit) as end:
+        cli.main(["syncs", "kernels", str(tmp_path), "--json"])
+    out, err = capsys.readouterr()
+    assert end.value.code in (0, None)
+    found = json.loads(out)
+    assert {step["path"] for step in found} == {str(tmp_path / "rank0.json")}
+    assert all("ends early" in step["damage"][0] for step in found)
+    assert f"warning: {tmp_path}/rank0.json ends early" in err
+    assert "rank1.json holds the same trace" in err
+    assert "settings.json holds no events" in err
 
 
 def test_command_prints_parts_and_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,7 +300,7 @@ def test_command_prints_parts_and_kernels(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_trace_without_usable_steps_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="has 1 steps, and at least 2 are needed"):
+    with pytest.raises(TraceError, match=r"has 1 step, and at least 2 are needed.*Ranges in this trace"):
         measure_steps(write_one_step(tmp_path / "one.json"))
     cpu = Program()
     cpu.add("cpu_op", "aten::mm", 1000.0, 8)

@@ -146,7 +146,7 @@ class TestFolderOfVllm:
         write_front_end(tmp_path / FRONT_END)
         code, output = run("scan", str(tmp_path), "--root", str(tmp_path))
         assert code == 1
-        assert without_blanks(f"{FRONT_END}: the trace of vLLM's front end") in output
+        assert without_blanks(f"{FRONT_END}: vLLM's front end uses no GPU") in output
         report = scan_traces(sorted(tmp_path.iterdir()), root=tmp_path)
         assert sorted((t.rank, t.front_end) for t in report.traces if t.rank is not None) == [(0, False), (1, False)]
         assert [site.count for site in report.sites] == [6]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.syncs import run as runs
+from dcpbench.syncs.gating.gate import Gate, compute_verdict
 from dcpbench.syncs.recorder.recording import Recorder
 from dcpbench.syncs.run import Note, Recording
+from dcpbench.syncs.sync_report import Report
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pytest
 
 
@@ -34,25 +35,36 @@ def test_step_function_of_the_script_is_found_when_cuda_is_first_used(
     assert script.step() == "result"
 
 
+def explain_missing_trace(note: Note, recording: Recording) -> str:
+    """Return why a process that used CUDA has no trace, as the verdict states it."""
+    report = Report()
+    runs.add_notes(report, [note], recording)
+    (reason,) = compute_verdict(report, Gate(root=Path("/nonexistent"))).reasons
+    assert reason.startswith("process 1 () has left no trace: ")
+    assert reason.endswith(".")
+    assert ".." not in reason
+    return reason
+
+
 def test_missing_step_function_note_does_not_mention_warm_up() -> None:
-    why = runs.explain_notes([Note(pid=1, cuda=True, found=False)], Recording(step="__main__:f", warmup=2))[0]
+    why = explain_missing_trace(Note(pid=1, cuda=True, found=False), Recording(step="__main__:f", warmup=2))
     assert "__main__:f was never found" in why
     assert "define it before CUDA is first used" in why
     assert "leave --step, --steps and --warmup out" in why
 
 
 def test_step_function_that_was_never_called_has_its_own_note() -> None:
-    why = runs.explain_notes([Note(pid=1, cuda=True)], Recording(step="__main__:f", steps=3))[0]
+    why = explain_missing_trace(Note(pid=1, cuda=True), Recording(step="__main__:f", steps=3))
     assert "__main__:f was never called" in why
     assert "--warmup" not in why
 
 
 def test_program_without_modules_note_suggests_the_step_option() -> None:
-    assert "--step MODULE:FUNCTION" in runs.explain_notes([Note(pid=1, cuda=True)], Recording(warmup=2))[0]
+    assert "--step MODULE:FUNCTION" in explain_missing_trace(Note(pid=1, cuda=True), Recording(warmup=2))
 
 
 def test_too_few_steps_note_mentions_warm_up() -> None:
-    why = runs.explain_notes([Note(pid=1, cuda=True, steps=2)], Recording(step="a:b", warmup=2))[0]
+    why = explain_missing_trace(Note(pid=1, cuda=True, steps=2), Recording(step="a:b", warmup=2))
     assert "after 2 steps, and --warmup 2 leaves none" in why
 
 

@@ -8,8 +8,10 @@ import pytest
 from dcpbench.errors import OutputError, UsageError
 from dcpbench.syncs import run as runs
 from dcpbench.syncs.commands import GateOptions, OutputOptions
+from dcpbench.syncs.gating.gate import Gate, compute_verdict
 from dcpbench.syncs.run import Note, Recording
 from dcpbench.syncs.sync_report import Coverage, Example, Report, Site, TraceSummary
+from tests.unit.trace_builder import Trace
 
 
 class TestReport:
@@ -18,7 +20,28 @@ class TestReport:
         notes = [Note(pid=1, rank="0", trace="rank0-pid1.json", cuda=True, steps=3), Note(pid=2, rank="1", cuda=True)]
         runs.add_notes(report, notes, Recording(warmup=4))
         assert [(t.rank, t.coverage.complete) for t in report.traces] == [(None, True), (1, False)]
-        assert "--warmup 4 leaves none" in report.traces[1].coverage.notes[0]
+        assert "--warmup 4 leaves none" in report.traces[1].coverage.damage[0]
+
+    def test_trace_that_is_cut_short_has_the_cause_as_reason(self) -> None:
+        report = Report(traces=[TraceSummary(path="pid1.json", coverage=Coverage(detector="scan", gpu_events=1))])
+        note = Note(pid=1, trace="pid1.json", cuda=True, cut=True, steps=3, problems=["the program has a profiler"])
+        runs.add_notes(report, [note], Recording())
+        (reason,) = compute_verdict(report, Gate(root=Path("/nonexistent"))).reasons
+        assert reason == "pid1.json is cut short: the program has a profiler."
+        assert runs.explain_notes([note], Recording()) == []
+
+    def test_recording_without_a_matching_range_is_not_lost(self, tmp_path: Path) -> None:
+        """The recorded program may have run for hours."""
+        trace = Trace().work()
+        trace.range("decode", 0, 900)
+        trace.item(100, 200)
+        (tmp_path / "pid1.json").write_text(trace.text())
+        gate = Gate(root=tmp_path, step_range="^prefill", max_per_step=3)
+        report = runs.scan_recordings(tmp_path, gate)
+        assert len(report.sites) == 1
+        verdict = compute_verdict(report, gate)
+        assert verdict.exit_code == 3
+        assert f"{tmp_path}/pid1.json has no range that matches --step-range '^prefill'" in verdict.reasons[0]
 
     def test_traces_of_a_missing_folder_are_shown_by_name(self) -> None:
         example = Example(trace="/gone/a.json")

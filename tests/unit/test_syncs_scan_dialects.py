@@ -575,6 +575,6 @@ def test_profiler_step_that_ends_after_all_other_events_is_left_out(ends: float,
     trace.frame("a.py(1): f", 0, 2000)
     (tmp_path / "t.json").write_text(trace.text())
     reader = TraceReader(tmp_path / "t.json")
-    columns = read_columns(reader.read_blocks(), reader.trouble)
+    columns = read_columns(reader.read_blocks(), reader.problems)
     step = np.array([name.startswith("ProfilerStep") for name in columns.names])
     assert bool(len(scan_module._select_closed_ranges(columns, step))) is kept

@@ -56,6 +56,16 @@ class TestTwoRanks:
         site = merge(*ranks)
         assert (site.wait_us, site.bubble_us, site.bytes, site.count_per_step) == (420.0, 300.0, 10, 1.0)
 
+    @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)], ids=str)
+    def test_occurrences_in_a_trace_without_steps_are_outside_of_the_steps_of_others(
+        self, order: tuple[int, ...]
+    ) -> None:
+        """Of three traces one marks no steps: its 30 occurrences exceed the 4 and 0 outside of the others' steps."""
+        ranks = [{"outside": 4}, {"count_per_step": None, "count": 30}, {}]
+        site = merge(*(ranks[n] for n in order))
+        assert (site.count_per_step, site.outside) == (1.0, 30)
+        assert merge(ranks[1], ranks[1]).outside == 0
+
     def test_merged_number_of_waits_is_unknown_if_one_rank_lacks_it(self) -> None:
         """Otherwise, it would be a share of the calls of both ranks."""
         assert merge({"waited": 3}, {"waited": None}).waited is None

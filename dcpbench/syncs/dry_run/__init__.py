@@ -48,7 +48,7 @@ from dcpbench.syncs.dry_run.waits import make_wait
 from dcpbench.syncs.owner import name_current_work
 from dcpbench.syncs.python_frames import walk_stack
 from dcpbench.syncs.sites import Sync, group_into_sites
-from dcpbench.syncs.steps import Work, find_steps
+from dcpbench.syncs.steps import Work, find_steps, format_ranges
 from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary, build_report
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ NOTES = (
     "Device memory is not limited here, so waits of a caching allocator that runs out of it are not seen.",
     "Waits of operators were measured with torch 2.11 on an H200; other versions and GPUs may differ in detail.",
     "torch.compile is left out: compiled functions ran eagerly.",
-    "Of threads that ran before, only operators on device tensors are seen.",
+    "Of threads that started before the dry run, only operators on device tensors are seen.",
 )
 NOT_FOLLOWED = "Child processes are followed by the command `dcpbench syncs dry-run` only."
 ASSUMED = "Tensors made without a device were taken to be on the GPU; making them counts as no copy."
@@ -98,6 +98,10 @@ class DryRun:
         """
         steps = find_steps(self.ranges, Work(self.ops), step_range)
         placed = [_add_step(sync, steps) for sync in self.syncs]
+        unmatched = []
+        if step_range is not None and not len(steps):
+            ranges = format_ranges(found.name for found in self.ranges)
+            unmatched = [f"No range matches --step-range {step_range!r}, so that no steps are known. {ranges}"]
         coverage = Coverage(
             detector="dry-run",
             ops=self.ops,
@@ -107,8 +111,8 @@ class DryRun:
             steps_share=steps.share,
             steps_guessed=steps.is_guessed,
             unmeasured=sorted(self.unmeasured),
-            children=self.children.list_processes(),
-            notes=[*NOTES, *[NOT_FOLLOWED] * (not self.follows), *[ASSUMED] * self.assume_device],
+            children=[*self.children.started],
+            notes=[*NOTES, *[NOT_FOLLOWED] * (not self.follows), *[ASSUMED] * self.assume_device, *unmatched],
         )
         summary = TraceSummary(path=program, steps=len(steps) or None, coverage=coverage)
         return build_report([summary], group_into_sites(placed, steps=steps, trace=program, root=root))

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def find_backward_waits(node: Any, args: Sequence[Any]) -> list[Sync]:
     """Return the waits of a node of autograd; `args` are the arguments of its first operator."""
     name = node.name()
-    if name == "ProdBackward0" and _count_input_dims(node):
+    if name == "ProdBackward0" and _get_input_shape(node):
         return [make_wait(rules.SHAPE, "aten::prod_backward", COUNT, direction="DtoH")]
-    if name == "ProdBackward1" and _count_input_dims(node):
+    if name == "ProdBackward1" and _get_input_shape(node):
         return [make_wait(rules.SCALAR, "aten::prod_backward", READ, direction="DtoH")]
     if name == "CumprodBackward0":
         return _find_cumprod_waits(node, args)
@@ -50,7 +50,7 @@ def find_gradient_check(node: Any, func: Any, args: Sequence[Any]) -> list[Sync]
 
 def _find_cumprod_waits(node: Any, args: Sequence[Any]) -> list[Sync]:
     """Return one read, and two selections by mask where the product contains a zero and has no second gradient."""
-    if _count_input_elements(node) <= 1:
+    if _get_input_shape(node).numel() <= 1:
         return []
     read = make_wait(rules.SCALAR, "aten::cumprod_backward", READ, direction="DtoH")
     product = next((a for a in args if isinstance(a, DeviceTensor)), None)
@@ -59,15 +59,7 @@ def _find_cumprod_waits(node: Any, args: Sequence[Any]) -> list[Sync]:
     return [read, *[make_wait(rules.SHAPE, "aten::cumprod_backward", "aten::masked_select", direction="DtoH")] * 2]
 
 
-def _get_input_shape(node: Any) -> Sequence[int]:
+def _get_input_shape(node: Any) -> torch.Size:
     """Return the shape of the node's first input; reading the saved tensor would run the program's hooks."""
     function, index = node.next_functions[0]
-    return () if function is None else tuple(function._input_metadata[index].shape)
-
-
-def _count_input_dims(node: Any) -> int:
-    return len(_get_input_shape(node))
-
-
-def _count_input_elements(node: Any) -> int:
-    return torch.Size(_get_input_shape(node)).numel()
+    return torch.Size(() if function is None else function._input_metadata[index].shape)

@@ -30,21 +30,17 @@ class Children:
     """Hold the processes that were started, in order."""
 
     def __init__(self) -> None:
-        self._started: list[ChildProcess] = []
+        self.started: list[ChildProcess] = []
         self.expected: dict[int, str] = {}  # Python process -> event that it notes unless it is prevented
         self.workers: list[int] = []  # workers of a multiprocessing.Pool
 
     def add(self, pid: int | None, command: str, start_method: str, *, may_use_gpu: bool, expected: str = "") -> None:
         """Add a process; for a process that is already listed, the newer facts replace the older."""
         child = ChildProcess(pid=pid, command=command, start_method=start_method, may_use_gpu=may_use_gpu)
-        known = next((n for n, c in enumerate(self._started) if pid is not None and c.pid == pid), len(self._started))
-        self._started[known : known + 1] = [child]
+        known = next((n for n, c in enumerate(self.started) if pid is not None and c.pid == pid), len(self.started))
+        self.started[known : known + 1] = [child]
         if pid is not None:
             self.expected[pid] = expected
-
-    def list_processes(self) -> list[ChildProcess]:
-        """Return all processes."""
-        return list(self._started)
 
 
 def install_children(patches: Patches, run: DryRun) -> None:

@@ -299,8 +299,8 @@ def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
     ]
     slots = [_take_slots(t) for t in (a, b)]
     torch._C._swap_tensor_impl(a, b)
-    for tensor, dress, values in ((a, states[1], slots[1]), (b, states[0], slots[0])):
-        _set_class_and_attributes(tensor, *dress)
+    for tensor, taken, values in ((a, states[1], slots[1]), (b, states[0], slots[0])):
+        _set_class_and_attributes(tensor, *taken)
         for name, value in values.items():
             setattr(tensor, name, value)
 

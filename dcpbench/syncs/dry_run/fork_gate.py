@@ -44,10 +44,6 @@ class ForkGate:
                     self._running -= 1
                     self._changed.notify_all()
 
-    def is_closed(self) -> bool:
-        """Return True while a fork goes on, or waits for operators."""
-        return self._forking
-
     def close(self) -> None:
         """Wait for the operators of other threads, before a fork."""
         own = int(getattr(self._local, "depth", 0) > 0)

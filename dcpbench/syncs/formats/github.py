@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.show.ci import MAX_ANNOTATIONS, format_annotation, format_annotation_lines
-from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.site_text import (
     LEVELS,
     count_notes,
@@ -63,12 +62,11 @@ def _group_by_level(report: Report) -> dict[str, list[Site]]:
 
 
 def _format_site(level: str, site: Site, report: Report) -> str:
-    rule = BY_ID.get(site.rule)
     message = format_message(site, report.verdict)
     if site.allowed:
         message += f". Allowed: {site.allowed}"
-    elif rule and level != "notice":
-        message += f". {format_advice(site, rule.fix)}"
+    elif level != "notice":
+        message += f". {format_advice(site)}"
     title = f"{site.rule} {site.kind}" + "".join(f", {word}" for word in list_labels(site, report.verdict))
     if not site.file or site.file.startswith(("/", "<")):
         return format_annotation(level, message, title)

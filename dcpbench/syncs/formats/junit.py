@@ -53,16 +53,15 @@ def _build_case(site: Site, report: Report) -> Element:
     parts = (site.rule, site.kind, site.op or site.call, site.direction, f"in {get_site_name(site)}", site.fingerprint)
     classname = dotted.rpartition(".")[0] or dotted or site.range or site.kind
     case = make_junit_case(classname, " ".join(p for p in parts if p), file=site.file, line=get_best_line(site))
-    rule, stands = BY_ID.get(site.rule), get_status(site, report.verdict)
+    rule, status = BY_ID[site.rule], get_status(site, report.verdict)
     text = format_sentence(site) + "".join(f"\nat {frame}" for frame in site.stack)
-    if rule:
-        text += f"\nWhy: {rule.why}" + (f"\nCause: {site.cause}" if site.cause else "") + f"\nFix: {rule.fix}"
-    if stands == "finding":
+    text += f"\nWhy: {rule.why}" + (f"\nCause: {site.cause}" if site.cause else "") + f"\nFix: {rule.fix}"
+    if status == "finding":
         add_junit_result(case, "failure", format_message(site, report.verdict), text, of=f"{site.rule} {site.kind}")
-    elif stands == "allowed":
+    elif status == "allowed":
         add_junit_result(case, "skipped", f"allowed: {site.allowed}")
     else:
-        add_junit_result(case, "system-out", text=f"{stands}: {text}")
+        add_junit_result(case, "system-out", text=f"{status}: {text}")
     return case
 
 

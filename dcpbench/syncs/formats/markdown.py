@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from dcpbench.show.ci import format_bullet_list, format_markdown_row
 from dcpbench.show.text import format_count, format_markdown_code, format_markdown_text
-from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.site_text import (
     BOUND_NOTE,
     NOTHING,
@@ -20,9 +19,12 @@ from dcpbench.syncs.site_text import (
     format_times,
     format_trace,
     format_waited_share,
+    get_outer_op,
     get_site_name,
     get_status,
+    is_timed,
     list_labels,
+    list_rules,
 )
 
 if TYPE_CHECKING:
@@ -90,15 +92,17 @@ def _build_row(site: Site, report: Report) -> tuple[str, ...]:
     where += "".join(f"<br>{format_markdown_code(line)}" for line in format_call_lines(site))
     where += f"<br>called from {format_markdown_code(site.called_from)}" if site.called_from else ""
     count = str(site.count) + (f"<br>{site.waited:,} waited" if format_waited_share(site) else "")
-    words = list_labels(site, report.verdict)
+    op = format_markdown_code(site.op or site.call) if site.op or site.call else NOTHING
+    op += f"<br>by {format_markdown_code(get_outer_op(site))}" if get_outer_op(site) else ""
+    labels = list_labels(site, report.verdict)
     kind = f"{format_markdown_text(site.rule)}<br>{format_markdown_text(site.kind)}" + (
-        f"<br>*{', '.join(words)}*" if words else ""
+        f"<br>*{', '.join(labels)}*" if labels else ""
     )
     return (
         SIGNS[get_status(site, report.verdict)],
         kind,
         where,
-        format_markdown_code(site.op or site.call) if site.op or site.call else NOTHING,
+        op,
         count,
         *format_times(site),
         format_markdown_text(format_copy(site)) or NOTHING,
@@ -106,16 +110,14 @@ def _build_row(site: Site, report: Report) -> tuple[str, ...]:
 
 
 def _render_rules(report: Report) -> str:
-    ids = dict.fromkeys(site.rule for site in report.sites if not site.own and site.rule in BY_ID)
-    causes = {i: dict.fromkeys(s.cause for s in report.sites if s.rule == i and s.cause) for i in ids}
     return "\n".join(
-        f"- **{BY_ID[i].id} {BY_ID[i].kind}**: {BY_ID[i].why} *Fix:* {BY_ID[i].fix}"
-        + "".join(f" *Cause:* {format_markdown_text(cause)}" for cause in causes[i])
-        for i in ids
+        f"- **{rule.id} {rule.kind}**: {rule.why} *Fix:* {rule.fix}"
+        + "".join(f" *Cause:* {format_markdown_text(cause)}" for cause in causes)
+        for rule, causes in list_rules(report)
     )
 
 
 def _render_totals(report: Report) -> str:
     t = report.totals
-    cost = f" · wait {format_microseconds(t.wait_us)} · {format_bubble(t.bubble_us)}" if t.sites else ""
+    cost = f" · wait {format_microseconds(t.wait_us)} · {format_bubble(t.bubble_us)}" if is_timed(t) else ""
     return f"**{format_count(t.syncs, 'synchronisation')}** at **{format_count(t.sites, 'site')}**{cost}"

@@ -72,21 +72,19 @@ def _build_rule(rule: Rule) -> Json:
 
 
 def _build_result(site: Site, report: Report) -> Json:
-    stands = get_status(site, report.verdict)
-    text = format_message(site, report.verdict)
-    rule = BY_ID.get(site.rule)
+    status = get_status(site, report.verdict)
+    text = f"{format_message(site, report.verdict)}. {format_advice(site)}"
     result: Json = {
         "ruleId": site.rule,
-        "level": LEVELS.get(stands, "note"),
-        "message": {"text": encode_text(text + (f". {format_advice(site, rule.fix)}" if rule else ""))},
+        "ruleIndex": RULES.index(BY_ID[site.rule]),
+        "level": LEVELS.get(status, "note"),
+        "message": {"text": encode_text(text)},
         "locations": [_build_location(site)],
         "partialFingerprints": {FINGERPRINT: site.fingerprint},
         "occurrenceCount": max(1, site.count),
         "properties": _build_properties(site),
     }
-    if rule:
-        result["ruleIndex"] = RULES.index(rule)
-    if stands == "allowed":
+    if status == "allowed":
         result["suppressions"] = [{"kind": "external", "justification": encode_text(site.allowed)}]
     return result
 

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from dcpbench.show.terminal import render_to_text
 from dcpbench.show.text import fit_text, format_count, get_path_end
-from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.site_text import (
     BOUND_NOTE,
     count_notes,
@@ -27,9 +26,12 @@ from dcpbench.syncs.site_text import (
     format_trace,
     format_waited_share,
     get_best_line,
+    get_outer_op,
     get_site_name,
     get_status,
+    is_timed,
     list_labels,
+    list_rules,
 )
 
 if TYPE_CHECKING:
@@ -89,12 +91,12 @@ def _build_table(report: Report, root: Path, width: int) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("copy", overflow="fold", max_width=14)
     for site in report.sites:
-        words = list_labels(site, report.verdict)
-        kind = [site.rule, site.kind, *([f"[{', '.join(words)}]"] if words else [])]
+        labels = list_labels(site, report.verdict)
+        kind = [site.rule, site.kind, *([f"[{', '.join(labels)}]"] if labels else [])]
         table.add_row(
             Text("\n".join(kind), style=_get_style(site, report)),
             _format_where(site, root, width // 3),
-            Text(_get_op(site)),
+            Text(_format_op(site, "\n")),
             f"{site.count}\n{site.waited:,} waited" if format_waited_share(site) else str(site.count),
             *format_times(site, "\n"),
             Text(format_copy(site, "\n")),
@@ -129,44 +131,42 @@ def _format_link(site: Site, root: Path, width: int) -> Text:
 
 def _render_block(site: Site, report: Report, root: Path, width: int) -> Iterator[Text]:
     """Format a site for a narrow terminal."""
-    words = list_labels(site, report.verdict)
+    labels = list_labels(site, report.verdict)
     head = Text(f"{site.rule} {site.kind}", style=_get_style(site, report) + " bold")
-    yield head.append(f" [{', '.join(words)}]" if words else "")
+    yield head.append(f" [{', '.join(labels)}]" if labels else "")
     for line in _format_where(site, root, width).split("\n"):
         yield Text("  ").append_text(line)
     each, total, median, p99, _ = format_times(site)
     steps = "" if site.count_per_step is None else f" ({each} per step)"
     facts = (
-        f"op {_get_op(site)}" if _get_op(site) else "",
+        f"op {_format_op(site)}" if _format_op(site) else "",
         f"{format_count(site.count, 'time')}{steps}"
         + (f", {format_waited_share(site)}" if format_waited_share(site) else ""),
-        f"wait {total}, median {median}, p99 {p99}",
-        format_bubble(site.bubble_us),
+        f"wait {total}, median {median}, p99 {p99}" if is_timed(site) else "",
+        format_bubble(site.bubble_us) if is_timed(site) else "",
         f"copy {format_copy(site)}" if format_copy(site) else "",
     )
     yield from (Text(f"  {fact}") for fact in facts if fact)
 
 
-def _get_op(site: Site) -> str:
-    """Return the operator without torch's namespace, or the blocking call."""
-    return site.op.removeprefix("aten::") or site.call
+def _format_op(site: Site, between: str = " ") -> str:
+    """Format the operator, without torch's namespace, and the one that called it; or the blocking call."""
+    outer = get_outer_op(site).removeprefix("aten::")
+    return (site.op.removeprefix("aten::") or site.call) + (f"{between}by {outer}" if outer else "")
 
 
 def _render_rules(report: Report) -> Iterator[RenderableType]:
     """Yield each kind that occurs: why it waits, the usual fix, and the cause if the trace shows one."""
-    for rule_id in dict.fromkeys(site.rule for site in report.sites if not site.own):
-        rule = BY_ID.get(rule_id)
-        if rule:
-            yield Text.assemble((f"{rule.id} {rule.kind}", "bold"), f"  {rule.why}")
-            yield Text.assemble(("  fix: ", "bold"), rule.fix)
-        for cause in dict.fromkeys(site.cause for site in report.sites if site.rule == rule_id and site.cause):
-            yield Text.assemble(("  cause: ", "bold"), cause)
+    for rule, causes in list_rules(report):
+        yield Text.assemble((f"{rule.id} {rule.kind}", "bold"), f"  {rule.why}")
+        yield Text.assemble(("  fix: ", "bold"), rule.fix)
+        yield from (Text.assemble(("  cause: ", "bold"), cause) for cause in causes)
     yield ""
 
 
 def _render_totals(report: Report) -> Iterator[str]:
     t = report.totals
-    cost = f", wait {format_microseconds(t.wait_us)}, {format_bubble(t.bubble_us)}" if t.sites else ""
+    cost = f", wait {format_microseconds(t.wait_us)}, {format_bubble(t.bubble_us)}" if is_timed(t) else ""
     yield f"Total: {format_count(t.syncs, 'synchronisation')} at {format_count(t.sites, 'site')}{cost}."
     if t.bubble_us is not None:
         yield BOUND_NOTE
@@ -207,4 +207,4 @@ def format_summary(report: Report) -> str:
     if verdict.status == "cannot answer":
         seen = "" if report.sites else " No synchronisation was seen in what was recorded."
         return f"This cannot be answered: exit code {verdict.exit_code}.{seen}"
-    return f"Clean{format_exception(report)}, nothing beyond what may pass: exit code {verdict.exit_code}."
+    return f"Clean{format_exception(report)}: no findings, exit code {verdict.exit_code}."

@@ -106,9 +106,8 @@ def read_baseline(path: Path, detector: Detector = "scan") -> Baseline:
     except OSError as e:
         raise UsageError(f"The baseline {path} cannot be read ({e.strerror}).") from e
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise UsageError(
-            f"{path} is no baseline ({e}); make it again with `{_format_command(path, detector, ' --force')}`."
-        ) from e
+        written = COMMANDS[detector].format(path="FILE", force="")
+        raise UsageError(f"{path} is no baseline ({e}); give a file that `{written}` has written.") from e
     if baseline.baseline_version != VERSION:
         raise UsageError(
             f"{path} is a baseline of version {baseline.baseline_version}, this program reads version {VERSION}; "

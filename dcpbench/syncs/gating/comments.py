@@ -1,8 +1,8 @@
 """Read permissions in the source itself: `# dcpbench: allow-sync(reason)` on the line that synchronises, or on its
 function.
 
-A trace often has only the line where a function begins: then a comment anywhere in it counts, but not in functions
-inside it.
+A trace often has only the line where a function begins. Then a comment counts on a line that can make the call, as its source
+shows; without its source anywhere in the function, but not in functions inside it.
 """
 
 from __future__ import annotations
@@ -39,35 +39,53 @@ class _Source(NamedTuple):
 
 
 class Comments:
-    """Read the comments of the repository at `root`; each file is read once."""
+    """Read the comments of the repository at `root`; each file is read once.
 
-    def __init__(self, root: Path) -> None:
+    `other_source` is True if the lines of calls are those of another version of the source.
+    """
+
+    def __init__(self, root: Path, *, other_source: bool = False) -> None:
         self._source = functools.cache(functools.partial(_read_source, root))
+        self._other_source = other_source
 
     def find_comment(self, site: Site) -> Note | None:
         """Return the comment that allows the site; None if there is no file, line or comment."""
         source = self._source(site.file) if site.file and site.line is not None else None
         if source is None or site.line is None or not source.notes:
             return None
-        lines = _list_lines(source, site.line, call=site.line_is == "call")
+        calls = [] if self._other_source else [call.line for call in site.call_lines]
+        calls = [site.line] if site.line_is == "call" else calls
+        lines = [n for line in calls for n in _list_call_lines(source, line)] or _list_function_lines(source, site.line)
         found = [source.notes[line] for line in lines if line in source.notes]
         return next((note for note in found if note.reason), found[0] if found else None)
 
 
-def _read_source(root: Path, file: str) -> _Source | None:
-    """Return comments and syntax of a file; None if it is not in the repository or cannot be read."""
+def parse_source(path: Path, root: Path | None = None) -> tuple[str, ast.Module | None] | None:
+    """Return the text of a Python file and its syntax tree, None if this interpreter cannot parse it; None without a readable file.
+
+    Files of more than MAX_SOURCE_BYTES are not read, nor files outside `root`.
+    """
     try:
-        path = (root / file).resolve()
-        if not path.is_relative_to(root.resolve()) or not path.is_file() or path.stat().st_size > MAX_SOURCE_BYTES:
+        if root is not None and not path.resolve().is_relative_to(root.resolve()):
             return None
-        with tokenize.open(path) as f:
-            text = f.read()
+        if not path.is_file() or path.stat().st_size > MAX_SOURCE_BYTES:
+            return None
+        with tokenize.open(path) as file:
+            text = file.read()
     except (OSError, SyntaxError, ValueError):
         return None
     try:
-        tree = ast.parse(text)
+        return text, ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        tree = None
+        return text, None
+
+
+def _read_source(root: Path, file: str) -> _Source | None:
+    """Return comments and syntax of a file; None if it is not in the repository or cannot be read."""
+    parsed = parse_source(root / file, root)
+    if parsed is None:
+        return None
+    text, tree = parsed
     source = _Source({}, set(), tree)
     with contextlib.suppress(tokenize.TokenError, SyntaxError):  # what was read up to there still counts
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -82,18 +100,29 @@ def _read_source(root: Path, file: str) -> _Source | None:
     return source
 
 
-def _list_lines(source: _Source, line: int, *, call: bool) -> list[int]:
-    """Return the lines on which a comment would apply to the site."""
+def _list_functions(source: _Source) -> list[Function]:
+    return [node for node in ast.walk(source.tree) if isinstance(node, Function)] if source.tree else []
+
+
+def _list_function_lines(source: _Source, line: int) -> list[int]:
+    """Return the lines on which a comment would apply to all calls of a function that begins on this line.
+
+    Lambdas and functions may share a line; the trace does not show which of them it was.
+    """
     if source.tree is None:
         return [line]
-    functions = [node for node in ast.walk(source.tree) if isinstance(node, Function)]
-    if not call:
-        # Lambdas and functions may share a line; the trace does not show which of them it was.
-        begin = [f for f in functions if line in (get_first_line(f), f.lineno)]
-        return [
-            n for f in begin for n in (*_list_comments_above(source, get_first_line(f)), *_list_own_lines(f, functions))
-        ]
-    around = [f for f in functions if get_first_line(f) <= line <= _get_last_line(f)]
+    functions = _list_functions(source)
+    begin = [f for f in functions if line in (get_first_line(f), f.lineno)]
+    return [
+        n for f in begin for n in (*_list_comments_above(source, get_first_line(f)), *_list_own_lines(f, functions))
+    ]
+
+
+def _list_call_lines(source: _Source, line: int) -> list[int]:
+    """Return the lines on which a comment would apply to a call on this line: those of its statement and of its functions' heads."""
+    if source.tree is None:
+        return [line]
+    around = [f for f in _list_functions(source) if get_first_line(f) <= line <= _get_last_line(f)]
     headers = [n for f in around for n in (*_list_comments_above(source, get_first_line(f)), *_get_header_lines(f))]
     first, last = _find_statement(source.tree, line)
     return [*range(first, last + 1), *_list_comments_above(source, first), *headers]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs.site_text import list_dotted_names
+from dcpbench.syncs.steps import check_step_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,6 +51,8 @@ class Allow:
 
     def format_name(self) -> str:
         """Return the permission as it is written in its source, for messages."""
+        if self.or_range:  # of an option or a mark
+            return f"{self.source} {self.function!r}"
         globs = [(key, getattr(self, key)) for key in GLOBS]
         return f"{self.source} " + ", ".join(f'{key} = "{value}"' for key, value in globs if value)
 
@@ -116,13 +119,15 @@ def _parse_config(table: Mapping[str, object], path: Path) -> Config:
     entries = table.get("allow", [])
     if not isinstance(entries, list):
         raise UsageError(f"{where}: allow must be a list of tables, such as allow = [{EXAMPLE}].")
+    step_range = _parse_text(table, "step-range", where) or None
+    check_step_range(step_range, f"{where}: step-range")
     return Config(
         allow=tuple(_parse_allow(entry, where, f"allow[{n}]") for n, entry in enumerate(entries)),
         max_per_step=_parse_number(table, "max-per-step", where),
         max_bubble_us=_parse_number(table, "max-bubble-us", where),
         baseline=_parse_path(table, "baseline", path),
         dry_run_baseline=_parse_path(table, "dry-run-baseline", path),
-        step_range=_parse_text(table, "step-range", where) or None,
+        step_range=step_range,
     )
 
 

@@ -52,7 +52,7 @@ class Gate:
     """Hold limits and permissions from options and pyproject.toml."""
 
     root: Path  # repository in which comments are looked for
-    source: Path | None = None  # source of the recorded program if it is not `root`; unused by the gate
+    source: Path | None = None  # source of the recorded program if it is not `root`
     allow: tuple[Allow, ...] = ()
     baseline: Baseline | None = None
     max_per_step: float | None = None
@@ -121,7 +121,7 @@ def apply_permissions(report: Report, gate: Gate, today: dt.date) -> list[str]:
         else:
             for site in matched:
                 site.allowed = site.allowed or entry.reason
-    comments = Comments(gate.root)
+    comments = Comments(gate.root, other_source=gate.source is not None)
     for site in sites:
         note = comments.find_comment(site)
         if note and not note.reason:
@@ -135,7 +135,7 @@ def explain_no_answer(trace: TraceSummary) -> str:
     """Return why a trace cannot answer, with the option to use; empty if it can, or if it is that of a front end."""
     seen = trace.coverage
     if seen.detector == "dry-run" and not seen.complete:
-        return f"{trace.path} did not run to its end, so what would come after it is unknown: see its error above."
+        return f"{trace.path} did not run to its end, so that later waits are unknown: let it end with exit code 0."
     if seen.detector == "dry-run" and not (seen.ops or trace.front_end or explain_unseen_parts(trace)):
         return (
             f"{trace.path} put nothing on the virtual GPU: let it use device='cuda', or give --assume-device where it "
@@ -147,8 +147,8 @@ def explain_no_answer(trace: TraceSummary) -> str:
         return ""
     if seen.foreign:
         return (
-            f"{trace.path} holds work of another accelerator than CUDA, HIP and XPU ({', '.join(seen.foreign)}), whose "
-            "waits are not known: check the program with `dcpbench syncs dry-run -- python PROGRAM`, or record it on "
+            f"{trace.path} holds work of another accelerator than CUDA, HIP and XPU ({', '.join(seen.foreign)}), with "
+            "unknown waits: check the program with `dcpbench syncs dry-run -- python PROGRAM`, or record it on "
             "one of these."
         )
     if not seen.gpu_events:
@@ -243,7 +243,10 @@ def _check_per_step(counted: Sequence[Site], report: Report, gate: Gate) -> Iter
     if total > limit + SLACK:
         named = _format_largest([(count_in_phase(s, phase), s) for s in counted], format_count_per_step)
         step = f"{phase} step" if phase else "step"
-        message = f"{format_count_per_step(total)} synchronisations per {step}, the limit is {format_count_per_step(limit)}: {named}"
+        noun = "synchronisation" if total == 1 else "synchronisations"
+        message = (
+            f"{format_count_per_step(total)} {noun} per {step}, the limit is {format_count_per_step(limit)}: {named}"
+        )
         yield Finding(reason="per-step", message=message)
     yield from _explain_outside(counted)
 

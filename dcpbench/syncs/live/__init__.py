@@ -41,7 +41,7 @@ NOTES = (
     "Waits of libraries that call the CUDA driver or runtime themselves, outside torch, are not seen.",
     "What NCCL's own threads and blocking collectives wait for is not seen.",
     "Allocations that wait, such as cudaMalloc, cudaFree and cudaHostAlloc, are not seen.",
-    "How long the host waited and what it cost the GPU is not measured; a trace tells (dcpbench syncs run).",
+    "How long the host waited and what it cost the GPU is not measured; use a trace (dcpbench syncs run).",
 )
 OTHER_THREADS = "Of other threads, copies to and from pageable memory with non_blocking=True are not seen."
 
@@ -104,7 +104,7 @@ class Watch:
         if not has_cuda():
             raise CapacityError(
                 "There is no CUDA device, so nothing could be seen here; on such a machine write "
-                "`from dcpbench.syncs.dry_run import dry_run` and `with dry_run() as run:`, which says what would."
+                "`from dcpbench.syncs.dry_run import dry_run` and `with dry_run() as run:`, which finds what would wait."
             )
         callbacks.set_listener(_handle_wait)
         self._owner = Owner()

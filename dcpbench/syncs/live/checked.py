@@ -46,7 +46,7 @@ class SyncCheck:
         What pyproject.toml and comments in the repository around `root` allow is allowed here, too. Raise UsageError if that
         pyproject.toml cannot be used.
         """
-        self.mode, self.words = resolve_mode(mode)  # `live`, `dry-run` or `off`, and the reason
+        self.mode, self.reason = resolve_mode(mode)  # `live`, `dry-run` or `off`, and the reason
         self._threads = threads
         self._thread = 0  # `threading.get_ident()` of the thread that runs the test
         here = (root or Path.cwd()).resolve()

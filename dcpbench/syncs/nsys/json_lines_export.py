@@ -117,8 +117,8 @@ _DECODER = msgspec.json.Decoder(_Line, strict=False)
 class JsonLinesExport:
     """Read the whole file, and give its tables: times and ids in arrays, 8 bytes each."""
 
-    def __init__(self, path: Path, trouble: ReadProblems, progress: Callable[[int], None] | None = None) -> None:
-        self.path, self.trouble = path, trouble
+    def __init__(self, path: Path, problems: ReadProblems, progress: Callable[[int], None] | None = None) -> None:
+        self.path, self.problems = path, problems
         self._columns = {table: [array("q") for _ in schema.COLUMNS[table]] for table in schema.EVENTS}
         self._texts: list[str | None] = []
         self._payloads: list[bytes | None] = []
@@ -130,15 +130,12 @@ class JsonLinesExport:
             if progress:
                 progress(len(lines))
         if self._strings is None:
-            trouble.lost.append(f"holds no list of strings, so that it ends early and calls have no names: {AGAIN}")
-
-    def close(self) -> None:
-        """Do nothing: the file was read to its end."""
+            problems.lost.append(f"holds no list of strings, so that it ends early and calls have no names: {AGAIN}")
 
     def _read_lines(self) -> Iterator[list[_Line]]:
         rest = b""
         with self.path.open("rb") as file:
-            for chunk in read_chunks(self.path, file, self.trouble):
+            for chunk in read_chunks(self.path, file, self.problems):
                 text = rest + chunk
                 end = text.rfind(b"\n") + 1
                 if end:
@@ -150,7 +147,7 @@ class JsonLinesExport:
                     )
         if rest.strip():
             if not _is_json(rest):
-                self.trouble.truncated = True
+                self.problems.truncated = True
             else:
                 yield self._decode(rest)
 
@@ -163,7 +160,7 @@ class JsonLinesExport:
                 try:
                     found += [_DECODER.decode(line)] if line.strip() else []
                 except NOT_JSON:
-                    self.trouble.unreadable_events += 1
+                    self.problems.unreadable_events += 1
             return found
 
     def _add(self, line: _Line) -> None:
@@ -179,14 +176,14 @@ class JsonLinesExport:
         elif line.strings is not None:
             self._strings = [*(self._strings or ()), *line.strings]
         elif line.type in _TYPES:
-            self.trouble.unreadable_events += 1
+            self.problems.unreadable_events += 1
 
     def _append(self, table: str, *values: int | None) -> None:
         try:
             for column, value in zip(self._columns[table], values, strict=True):
                 column.append(ABSENT if value is None else value)
         except OverflowError:
-            self.trouble.unreadable_events += 1
+            self.problems.unreadable_events += 1
             rows = min(map(len, self._columns[table]))
             for column in self._columns[table]:
                 del column[rows:]

@@ -5,6 +5,7 @@ pyarrow is imported when a folder is read.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,19 +25,18 @@ AGAIN = "export it again with `nsys export --type parquetdir`"
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a folder holds tables of nsys as Parquet."""
-    return path.is_dir() and any((path / f"{table}{SUFFIX}").exists() for table in (*schema.EVENTS, schema.STRINGS))
+    """Return True if a folder holds tables of nsys as Parquet; False if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return path.is_dir() and any((path / f"{table}{SUFFIX}").exists() for table in (*schema.EVENTS, schema.STRINGS))
+    return False
 
 
 class ParquetExport:
     """Give the tables of a folder of Parquet files."""
 
-    def __init__(self, path: Path, trouble: ReadProblems) -> None:
-        self.path, self.trouble = path, trouble
+    def __init__(self, path: Path, problems: ReadProblems) -> None:
+        self.path, self.problems = path, problems
         self._strings: tuple[Ints, Any] | None = None
-
-    def close(self) -> None:
-        """Do nothing: each file is closed after it was read."""
 
     def read_blocks(self, table: str, texts: Sequence[str] = ()) -> Iterator[Block]:
         """Yield the rows of a table, its COLUMNS and columns of texts or bytes; nothing if it is not there."""
@@ -56,7 +56,7 @@ class ParquetExport:
                     yield self._convert(batch, ints, texts)
         except (pa.ArrowException, OSError, ValueError) as e:
             what = " ".join(str(e).split())
-            self.trouble.lost.append(f"has a table {path.name} that cannot be read to its end ({what}): {AGAIN}")
+            self.problems.lost.append(f"has a table {path.name} that cannot be read to its end ({what}): {AGAIN}")
 
     def _convert(self, batch: Any, ints: Sequence[str], texts: Sequence[str]) -> Block:  # noqa: ANN401 - pyarrow has no types
         import pyarrow as pa
@@ -70,7 +70,7 @@ class ParquetExport:
                 block[name] = column.cast(pa.int64()).fill_null(ABSENT).to_numpy(zero_copy_only=False)
             else:
                 block[name], odd = schema.make_ints(column.to_pylist())
-                self.trouble.unreadable_events += odd
+                self.problems.unreadable_events += odd
         for name in texts:
             column = batch.column(name) if name in batch.schema.names else None
             block[name] = [None] * batch.num_rows if column is None else column.to_pylist()
@@ -100,6 +100,6 @@ class ParquetExport:
                 self._strings = (np.zeros(0, np.int64), None)
             except (pa.ArrowException, OSError, ValueError, KeyError) as e:
                 what = " ".join(str(e).split())
-                self.trouble.lost.append(f"has a table {path.name} that cannot be read ({what}): {AGAIN}")
+                self.problems.lost.append(f"has a table {path.name} that cannot be read ({what}): {AGAIN}")
                 self._strings = (np.zeros(0, np.int64), None)
         return self._strings

@@ -6,6 +6,7 @@ Ids of calls and work are those of a process, so that processes must not be mixe
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
@@ -64,10 +65,10 @@ def read_export(path: Path, progress: Callable[[int], None] | None = None) -> li
     Raises:
         TraceError: The file cannot be opened, or is no export of nsys.
     """
-    trouble = ReadProblems()
+    problems = ReadProblems()
     try:
-        with pause_garbage_collector(), contextlib.closing(_open(path, trouble, progress)) as export:
-            found = _Reader(export, trouble, progress).read()
+        with pause_garbage_collector(), contextlib.ExitStack() as opened:
+            found = _Reader(_open(path, problems, progress, opened), problems, progress).read()
     except OSError as e:
         raise TraceError(f"{path} cannot be read: {e.strerror or e}") from None
     if not found:
@@ -75,16 +76,17 @@ def read_export(path: Path, progress: Callable[[int], None] | None = None) -> li
     return found
 
 
-def _open(path: Path, trouble: ReadProblems, progress: Callable[[int], None] | None) -> Export:
+def _open(
+    path: Path, problems: ReadProblems, progress: Callable[[int], None] | None, opened: contextlib.ExitStack
+) -> Export:
     if path.is_dir():
-        return ParquetExport(path, trouble)
+        return ParquetExport(path, problems)
     with path.open("rb") as file:
         is_database = file.read(len(sqlite_export.MAGIC)) == sqlite_export.MAGIC
     if not is_database:
-        return JsonLinesExport(path, trouble, progress)
-    export = SqliteExport(path, trouble)
+        return JsonLinesExport(path, problems, progress)
+    export = opened.enter_context(contextlib.closing(SqliteExport(path, problems)))
     if not export.tables & {*schema.EVENTS, schema.STRINGS}:
-        export.close()
         raise TraceError(explain_database(path, export.tables))
     return export
 
@@ -92,8 +94,8 @@ def _open(path: Path, trouble: ReadProblems, progress: Callable[[int], None] | N
 class _Process:
     """Hold what was read of one process."""
 
-    def __init__(self, trouble: ReadProblems) -> None:
-        self.columns = Columns(trouble, recorder="nsys")
+    def __init__(self, problems: ReadProblems) -> None:
+        self.columns = Columns(problems, recorder="nsys")
         self.calls: list[Block] = []
         self.backtraces: list[Ints] = []  # rows (thread, correlation, call chain)
         self.ranges: list[Block] = []
@@ -117,8 +119,8 @@ class _Sample(NamedTuple):
 
 
 class _Reader:
-    def __init__(self, export: Export, trouble: ReadProblems, progress: Callable[[int], None] | None) -> None:
-        self.export, self.trouble = export, trouble
+    def __init__(self, export: Export, problems: ReadProblems, progress: Callable[[int], None] | None) -> None:
+        self.export, self.problems = export, problems
         self.progress = progress if not isinstance(export, JsonLinesExport) else None
         self.processes: dict[int, _Process] = {}
         self.strings: dict[int, str] = {}
@@ -158,7 +160,7 @@ class _Reader:
         first = int(keys[0])
         for key in [first] if (keys == first).all() else np.unique(keys).tolist():
             if key not in self.processes:
-                self.processes[key] = _Process(self.trouble)
+                self.processes[key] = _Process(self.problems)
             rows = np.flatnonzero(keys == key)
             yield self.processes[key], block if len(rows) == len(keys) else _take_rows(block, rows)
 
@@ -167,7 +169,7 @@ class _Reader:
         missing = block["start"] == ABSENT
         if not missing.any():
             return block
-        self.trouble.unreadable_events += int(missing.sum())
+        self.problems.unreadable_events += int(missing.sum())
         return _take_rows(block, np.flatnonzero(~missing))
 
     def _number_names(self, process: _Process, ids: Ints, convert: Callable[[str], str]) -> NDArray[np.int32]:
@@ -192,7 +194,7 @@ class _Reader:
         classes = block["eventClass"]
         calls = np.isin(classes, (ABSENT, schema.RUNTIME, schema.DRIVER, schema.CUDA_API))
         other = ~calls & ~np.isin(classes, (schema.BACKTRACE, *schema.OTHER_CLASSES))
-        self.trouble.unreadable_events += int(other.sum())
+        self.problems.unreadable_events += int(other.sum())
         for process, part in self._split(block, block["globalTid"]):
             is_call = np.isin(part["eventClass"], (ABSENT, schema.RUNTIME, schema.DRIVER, schema.CUDA_API))
             traced = np.flatnonzero(part["eventClass"] == schema.BACKTRACE)
@@ -221,7 +223,7 @@ class _Reader:
     def _convert_call(self, name: str) -> str:
         plain = schema.normalise_call(name)
         if schema.is_damaged_call(plain):
-            self.trouble.unreadable_events += 1
+            self.problems.unreadable_events += 1
         return plain
 
     def _number_threads(self, process: _Process, ids: Ints) -> NDArray[np.int32]:
@@ -238,7 +240,7 @@ class _Reader:
             if table == schema.KERNELS:
                 name = self._number_names(process, rows["demangledName"], str)
             else:
-                name = _number_rows(process.columns, [n.tolist() for n in _get_name_columns(table, rows)], table)
+                name = _number_rows(process.columns, rows, table)
             columns = process.columns
             columns.devices |= set(np.unique(rows["deviceId"]).tolist()) - {ABSENT}
             process.end = max(process.end, float(rows["end"].max()) / _NS_PER_US)
@@ -260,13 +262,12 @@ class _Reader:
         for process, rows in self._split(block, block["globalPid"]):
             kinds = rows["syncType"]
             alone = (kinds == schema.STREAM_WAIT) & (rows["eventId"] == schema.NO_EVENT)
-            kinds = np.where(alone, schema.STREAM_SYNC, kinds)
-            kinds = np.where((kinds < 0) | (kinds >= len(schema.SYNC_TYPES)), ABSENT, kinds)
+            rows["syncType"] = np.where(alone, schema.STREAM_SYNC, kinds)
             process.columns.add_rows(
                 "syncs",
                 rows["start"] / _NS_PER_US,
                 _end(rows),
-                name=_number_rows(process.columns, [kinds.tolist()], schema.SYNCS),
+                name=_number_rows(process.columns, rows, schema.SYNCS),
                 external=np.full(len(kinds), NONE),
                 correlation=_clean_ids(rows["correlationId"]),
             )
@@ -281,7 +282,7 @@ class _Reader:
             ranges = np.isin(kinds, (schema.PUSH_POP, schema.START_END))
             near = [kind ^ (1 << bit) for kind in (schema.PUSH_POP, schema.START_END) for bit in range(7)]
             damaged = ~ranges & np.isin(kinds, near) & ~np.isin(kinds, (schema.MARK, schema.DOMAIN, *schema.OTHER_NVTX))
-            self.trouble.unreadable_events += int(damaged.sum())
+            self.problems.unreadable_events += int(damaged.sum())
             rows = np.flatnonzero(ranges)
             if not len(rows):
                 continue
@@ -304,7 +305,7 @@ class _Reader:
             domains[process, int(block["domainId"][row])] = _decode(text)
 
     def _make_ranges(self, process: _Process, rows: Block) -> Block:
-        """Return the columns of some ranges, their names still as texts, as only their domain tells whether they count."""
+        """Return the columns of some ranges, their names still as texts, because only their domain shows if they count."""
         ids = rows["textId"]
         lacking = [i for i, text in zip(ids.tolist(), rows["text"], strict=True) if text is None and i != ABSENT]
         missing = np.array(sorted({i for i in lacking if i not in self.strings}), np.int64)
@@ -314,7 +315,7 @@ class _Reader:
             self.strings.get(i) if text is None else text for text, i in zip(rows["text"], ids.tolist(), strict=True)
         ]
         nameless = sum(i != ABSENT and i not in self.strings for i in lacking)
-        self.trouble.unreadable_events += nameless
+        self.problems.unreadable_events += nameless
         numbers = [process.number_range(text) for text in texts]
         return {
             "start": rows["start"] / _NS_PER_US,
@@ -431,7 +432,7 @@ def _add_ranges(process: _Process, left_out: set[int]) -> None:
 def _finish(process: _Process) -> Columns:
     columns = process.columns.close()
     lost = _list_lost_work(columns)
-    columns.trouble.lost += [clause for clause in lost if clause not in columns.trouble.lost]
+    columns.problems.lost += [clause for clause in lost if clause not in columns.problems.lost]
     return columns
 
 
@@ -517,29 +518,17 @@ def _parse_thread(global_tid: int) -> tuple[int, int]:
     return global_tid >> schema.PROCESS_SHIFT & schema.ID_MASK, global_tid & schema.ID_MASK
 
 
-def _get_name_columns(table: str, rows: Block) -> list[Ints]:
-    """Return the columns on which the name of copies, fills and graphs depends."""
-    names = {schema.COPIES: ("copyKind", "srcKind", "dstKind"), schema.FILLS: ("memKind",)}
-    found = [rows[name] for name in names.get(table, ())]
-    return found or [np.zeros(len(rows["start"]), np.int64)]
+_NAMES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {  # columns of which the name of a row is made, and how
+    schema.COPIES: (("copyKind", "srcKind", "dstKind"), schema.format_copy),
+    schema.FILLS: (("memKind",), schema.format_fill),
+    schema.GRAPHS: (("streamId",), lambda _: "CUDA graph"),
+    schema.SYNCS: (("syncType",), schema.format_sync),
+}
 
 
-def _number_rows(columns: Columns, keys: list[list[int]], table: str) -> NDArray[np.int32]:
-    """Return the numbers of names that follow from these columns; unknown numbers have none, which counts as unreadable."""
-    known: dict[tuple[int, ...], int] = {}
-    numbers = []
-    for key in zip(*keys, strict=True):
-        if key not in known:
-            known[key] = columns.number_name(_format_name(table, key))
-        numbers.append(known[key])
-    return np.array(numbers, np.int32)
-
-
-def _format_name(table: str, key: tuple[int, ...]) -> str:
-    if table == schema.COPIES:
-        return schema.format_copy(*key)
-    if table == schema.FILLS:
-        return schema.format_fill(*key)
-    if table == schema.SYNCS:
-        return "" if key[0] == ABSENT else schema.SYNC_TYPES[key[0]]
-    return "CUDA graph"
+def _number_rows(columns: Columns, rows: Block, table: str) -> NDArray[np.int32]:
+    """Return the numbers of the names of these rows; unknown kinds have none, which counts as unreadable."""
+    names, format_name = _NAMES[table]
+    number = functools.cache(lambda *key: columns.number_name(format_name(*key)))
+    keys = zip(*(rows[name].tolist() for name in names), strict=True)
+    return np.array([number(*key) for key in keys], np.int32)

@@ -81,10 +81,6 @@ class Export(Protocol):
         """Return the strings with these ids, as far as they are there."""
         ...
 
-    def close(self) -> None:
-        """Close the files."""
-        ...
-
 
 def normalise_call(name: str) -> str:
     """Return the name of a call as Kineto writes it: without the version of the runtime, `cudaMemcpyAsync_v3020`."""
@@ -115,6 +111,11 @@ def format_copy(kind: int, source: int, target: int) -> str:
 def format_fill(kind: int) -> str:
     """Return the name of a fill as Kineto writes it."""
     return f"Memset ({MEMORY_KINDS[kind] if 0 <= kind < len(MEMORY_KINDS) else MEMORY_KINDS[-1]})"
+
+
+def format_sync(kind: int) -> str:
+    """Return the name of a synchronisation as Kineto writes it; empty for a number that means nothing."""
+    return SYNC_TYPES[kind] if 0 <= kind < len(SYNC_TYPES) else ""
 
 
 def get_process(ids: Ints) -> Ints:

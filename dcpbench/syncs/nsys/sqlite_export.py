@@ -50,8 +50,8 @@ class _NotPackedError(Exception):
 class SqliteExport:
     """Give the tables of an SQLite export. The file is not changed, and no other file is made."""
 
-    def __init__(self, path: Path, trouble: ReadProblems) -> None:
-        self.path, self.trouble = path, trouble
+    def __init__(self, path: Path, problems: ReadProblems) -> None:
+        self.path, self.problems = path, problems
         with path.open("rb") as file:
             header = file.read(_HEADER_BYTES)
         if len(header) < _HEADER_BYTES:
@@ -60,15 +60,15 @@ class SqliteExport:
             rest = path.with_name(path.name + suffix)
             with contextlib.suppress(OSError):
                 if rest.stat().st_size:
-                    trouble.lost.append(f"was not written to its end, as {rest.name} in the same folder shows: {AGAIN}")
-        self._db = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)
-        self._db.text_factory = bytes
+                    problems.lost.append(
+                        f"was not written to its end, as {rest.name} in the same folder shows: {AGAIN}"
+                    )
+        self._db = _connect(path)
         try:
-            rows = self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+            self.tables = _read_table_names(self._db)
         except sqlite3.Error as e:
             self.close()
             raise TraceError(f"{path} is an SQLite database that is damaged or ends early ({e}): {AGAIN}") from None
-        self.tables = {name.decode("utf-8", "replace") for (name,) in rows}
 
     def close(self) -> None:
         """Close the database."""
@@ -82,14 +82,14 @@ class SqliteExport:
             self._check(table)
             yield from self._read_rows(table, schema.COLUMNS[table], texts)
         except sqlite3.Error as e:
-            self.trouble.lost.append(f"has a table {table} that cannot be read to its end ({e}): {AGAIN}")
+            self.problems.lost.append(f"has a table {table} that cannot be read to its end ({e}): {AGAIN}")
 
     def _check(self, table: str) -> None:
         """Note damage to the structure of a table; pages that were lost would otherwise be rows that never were."""
         (found,) = self._db.execute(f"PRAGMA quick_check('{table}')").fetchone()
         if found != b"ok":
             what = " ".join(found.decode("utf-8", "replace").split())
-            self.trouble.lost.append(f"has a damaged table {table} ({what}): {AGAIN}")
+            self.problems.lost.append(f"has a damaged table {table} ({what}): {AGAIN}")
 
     def _read_rows(self, table: str, ints: Sequence[str], texts: Sequence[str]) -> Iterator[Block]:
         """Yield the rows, small columns packed into one where the numbers allow it."""
@@ -142,7 +142,7 @@ class SqliteExport:
         block: Block = {}
         for name, values in zip(names, columns, strict=False):
             block[name], odd = schema.make_ints(values)
-            self.trouble.unreadable_events += odd
+            self.problems.unreadable_events += odd
         return block
 
     def read_strings(self, ids: Ints) -> dict[int, str]:
@@ -158,7 +158,7 @@ class SqliteExport:
                 query = f"SELECT id, value FROM {schema.STRINGS} WHERE id IN ({marks})"  # noqa: S608 -- marks alone
                 found |= {i: text.decode("utf-8", "replace") for i, text in self._db.execute(query, some) if text}
         except sqlite3.Error as e:
-            self.trouble.lost.append(f"has strings that cannot be read ({e}): {AGAIN}")
+            self.problems.lost.append(f"has strings that cannot be read ({e}): {AGAIN}")
         return found
 
 
@@ -199,9 +199,19 @@ def _unpack(numbers: Ints, group: Sequence[tuple[str, int]]) -> Block:
 def find_tables(path: Path) -> set[str] | None:
     """Return the names of the tables of an SQLite database; None if it cannot be read."""
     try:
-        with contextlib.closing(
-            sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)
-        ) as db:
-            return {str(name) for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        with contextlib.closing(_connect(path)) as db:
+            return _read_table_names(db)
     except sqlite3.Error:
         return None
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open a database so that no file is changed or made; its texts are bytes."""
+    db = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)
+    db.text_factory = bytes
+    return db
+
+
+def _read_table_names(db: sqlite3.Connection) -> set[str]:
+    rows = db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+    return {name.decode("utf-8", "replace") for (name,) in rows}

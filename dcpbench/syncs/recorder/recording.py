@@ -84,7 +84,7 @@ class Recorder:
         os.register_at_fork(after_in_child=self._handle_fork)
         self._finish_before_exit()
         self._handle_program_profiler()
-        torch.cuda._lazy_call(self._handle_cuda_init)  # noqa: SLF001  (the only way to be told)
+        torch.cuda._lazy_call(self._handle_cuda_init)  # noqa: SLF001  (the only notification)
         if self.steps is None and not self.warmup:
             self._start_with_cuda()
         try:

@@ -118,7 +118,7 @@ def parse_direction(name: str) -> str:
     return f"{found[1]} {memory}".strip()
 
 
-def find_rule(call: BlockingCall, op_chain: Sequence[str], direction: str) -> Rule:
+def find_rule(call: BlockingCall, op_chain: tuple[str, ...], direction: str) -> Rule:
     """Return the rule of a blocking call within these operators, outermost first, and with a copy in that direction."""
     copies = call.copied >= 0 or call.kind in ("copy", "async copy")
     if call.kind in ("free", "pin"):

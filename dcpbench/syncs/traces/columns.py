@@ -116,8 +116,8 @@ class Columns:
     thread_names: list[str]  # names of threads and streams by number
     repeated: int  # events that stood in the file once more, and are left out
 
-    def __init__(self, trouble: ReadProblems, recorder: Recorder = "torch.profiler") -> None:
-        self.trouble, self.recorder = trouble, recorder
+    def __init__(self, problems: ReadProblems, recorder: Recorder = "torch.profiler") -> None:
+        self.problems, self.recorder = problems, recorder
         self.driver_calls = 0
         self.warnings: list[str] = []  # sentences of the recorder about the recording
         self._begun = False
@@ -140,13 +140,13 @@ class Columns:
                 timed = [e for e in group if e.ph == "X"]
                 self._add_columns(kind, timed)
                 self.driver_calls += len(timed) if category in DRIVER else 0
-                self.trouble.unreadable_events += len(group) - len(timed) if kind in CAUSES else 0
+                self.problems.unreadable_events += len(group) - len(timed) if kind in CAUSES else 0
             elif not category:
                 self._read_labels(group)
             elif ACCELERATORS.match(category):
                 self.foreign.add(category)
             elif _is_damaged(category):
-                self.trouble.unreadable_events += len(group)
+                self.problems.unreadable_events += len(group)
 
     def _read_labels(self, events: Iterable[Event]) -> None:
         """Read thread names from metadata events, and count calls, GPU work and steps that have lost their category."""
@@ -155,7 +155,7 @@ class Columns:
                 if e.name == "thread_name" and e.args is not None:
                     self._labels[self._thread[e.pid, e.tid]] = str(e.args.name)
             elif not e.ph or e.name.startswith(STEP) or (e.args is not None and e.args.correlation != NONE):
-                self.trouble.unreadable_events += 1
+                self.problems.unreadable_events += 1
 
     def _add_columns(self, kind: str, events: list[Event]) -> None:
         if not events:
@@ -164,7 +164,7 @@ class Columns:
         length, _ = _convert_numbers([e.dur for e in events], np.float64, _parse_odd_time)
         if not ok:
             fine = np.abs(start) < MAX_TIME_US
-            self.trouble.unreadable_events += int((~fine).sum())
+            self.problems.unreadable_events += int((~fine).sum())
             events = [e for e, is_fine in zip(events, fine, strict=True) if is_fine]
             start, length = start[fine], length[fine]
         args = [e.args or _NO_ARGS for e in events]
@@ -179,10 +179,10 @@ class Columns:
 
     def _add_part(self, kind: str, start: Floats, length: Floats, fields: dict[str, NDArray[Any]]) -> None:
         if kind in TIMED:
-            self.trouble.untimed_events += int((~((length >= 0) & (length < MAX_TIME_US))).sum())
+            self.problems.untimed_events += int((~((length >= 0) & (length < MAX_TIME_US))).sum())
         length = np.where(np.abs(length) < MAX_TIME_US, length, 0.0).clip(min=0)
         if kind in CAUSES and "" in self._name:
-            self.trouble.unreadable_events += int((fields["name"] == self._name[""]).sum())
+            self.problems.unreadable_events += int((fields["name"] == self._name[""]).sum())
         self._parts[kind].append({"start": start, "end": start + length, **fields})
 
     def number_name(self, name: str) -> int:
@@ -235,6 +235,10 @@ class Columns:
     def match_names(self, test: Callable[[str], object]) -> NDArray[np.bool_]:
         """Return for each name, by its number, whether it passes the test."""
         return np.array([bool(test(name)) for name in self._name], bool)
+
+    def list_ranges(self) -> list[str]:
+        """Return the name of each annotation; after `close`."""
+        return [self.names[n] for n in self.tables["ranges"].name.tolist()]
 
     def close(self) -> Columns:
         """Return these columns after all blocks were added."""
@@ -327,10 +331,10 @@ def pause_garbage_collector() -> Iterator[None]:
 
 
 def read_columns(
-    blocks: Iterable[list[Event]], trouble: ReadProblems, progress: Callable[[int], None] | None = None
+    blocks: Iterable[list[Event]], problems: ReadProblems, progress: Callable[[int], None] | None = None
 ) -> Columns:
     """Read all blocks."""
-    columns = Columns(trouble)
+    columns = Columns(problems)
     with pause_garbage_collector():
         for events in blocks:
             columns.add_events(events)

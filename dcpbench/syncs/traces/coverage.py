@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from dcpbench.show.text import format_count
-from dcpbench.syncs.steps import HOW_TO_MARK
+from dcpbench.syncs.steps import HOW_TO_MARK, format_ranges
 from dcpbench.syncs.sync_report import Coverage
 from dcpbench.syncs.traces.blocking import API_NAMES, RUNTIMES, SYNC_EVENTS, get_wait_kind, parse_direction
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from dcpbench.syncs.traces.python_lines import Stacks
 
 MAX_CALLS = 3  # calls that are named where none is known
-MAX_RANGES = 5  # ranges that are listed where none marks a step
 MIN_LINKED_SHARE = 0.75  # share of GPU events with a known call; up to 1/8 was queued before profiling (public traces)
 MAX_NAMES = 3  # examples that a sentence names
 _COPIES = tuple(
@@ -69,7 +67,7 @@ _STEP = re.compile(r"(.*\D)\d+", re.DOTALL)
 
 def compute_coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage:
     """Return what is in a trace and what therefore cannot be seen."""
-    tables, trouble = columns.tables, columns.trouble
+    tables, problems = columns.tables, columns.problems
     calls = len(tables["calls"])
     lost, foreign = list_damage(columns), _find_foreign(columns)
     return Coverage(
@@ -84,7 +82,7 @@ def compute_coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage
         steps_by_phase=steps.count_phases(),
         steps_share=steps.share,
         steps_guessed=steps.is_guessed,
-        unreadable_events=trouble.unreadable_events,
+        unreadable_events=problems.unreadable_events,
         complete=not lost,
         damage=lost,
         foreign=foreign,
@@ -109,7 +107,7 @@ def _find_foreign(columns: Columns) -> list[str]:
 def _list_repairs(columns: Columns) -> list[str]:
     """Return notes on what was repaired or left out without loss."""
     notes = []
-    if columns.trouble.not_numbers:
+    if columns.problems.not_numbers:
         notes.append("The file holds NaN or infinity, which JSON does not have; they were read as no number.")
     if columns.repeated:
         notes.append(
@@ -142,44 +140,35 @@ def _list_missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
         rejected = f"Numbered ranges ({names}) cover less than half of the work and are not taken for steps. "
         notes.append(
             "No steps are marked: counts per step and warm-up are unknown. Name the range around a step with "
-            f"--step-range. {rejected if names else ''}{advice.steps} {format_ranges(columns)}"
+            f"--step-range. {rejected if names else ''}{advice.steps} {format_ranges(columns.list_ranges())}"
         )
     if len(columns.devices) > 1:
         notes.append("Several GPUs have work in this trace: a bubble is time in which none of them had.")
     return notes
 
 
-def format_ranges(columns: Columns) -> str:
-    """Format the annotations that could be steps, the most frequent first."""
-    found = Counter(columns.names[n] for n in columns.tables["ranges"].name.tolist())
-    if not found:
-        return "There are no ranges in this trace."
-    listed = [f"{name!r} ({times})" for name, times in found.most_common(MAX_RANGES)]
-    return f"Ranges in this trace: {', '.join(listed)}{', …' if len(found) > MAX_RANGES else ''}."
-
-
 def list_damage(columns: Columns) -> list[str]:
     """Return why a trace is not complete: clauses that follow its name, each with what to type."""
-    trouble = columns.trouble
+    problems = columns.problems
     lost = []
-    if trouble.truncated:
+    if problems.truncated:
         lost.append("ends early, so that syncs may be missing: record it again, with fewer steps")
-    if trouble.unreadable_events:
-        events = format_count(trouble.unreadable_events, "event")
+    if problems.unreadable_events:
+        events = format_count(problems.unreadable_events, "event")
         lost.append(f"holds {events} that could not be read, so that syncs may be missing: record it again")
-    if trouble.untimed_events:
-        events = format_count(trouble.untimed_events, "event")
+    if problems.untimed_events:
+        events = format_count(problems.untimed_events, "event")
         lost.append(
             f"holds {events} of calls or GPU work without a duration that can be, so that bubbles are not known: "
             "record it again"
         )
-    if trouble.repaired:
+    if problems.repaired:
         lost.append(
-            f"holds text that is not JSON and was repaired ({_format_names(trouble.repaired)}), so that calls may not be "
+            f"holds text that is not JSON and was repaired ({_format_names(problems.repaired)}), so that calls may not be "
             "known by their names: record it again"
         )
-    if trouble.behind:
-        lost.append(f"goes on with {trouble.behind}, which was not read: scan each trace from a separate file")
+    if problems.behind:
+        lost.append(f"goes on with {problems.behind}, which was not read: scan each trace from a separate file")
     read = [columns.tables[kind].name for kind in ("calls", "gpu", "syncs", "ranges")]
     wrong = sorted(filter(_is_damaged, (columns.names[n] for n in np.unique(np.concatenate(read)).tolist())))
     if wrong:
@@ -187,7 +176,7 @@ def list_damage(columns: Columns) -> list[str]:
             f"holds names that are one bit away from names that would be read ({_format_names(wrong)}): it was damaged, so "
             "record or copy it again"
         )
-    return [*lost, *dict.fromkeys(trouble.lost), *_explain_unlinked(columns)]
+    return [*lost, *dict.fromkeys(problems.lost), *_explain_unlinked(columns)]
 
 
 def _format_names(names: Iterable[str]) -> str:
@@ -229,7 +218,7 @@ def _group_by_length(words: frozenset[str]) -> dict[int, list[int]]:
 def has_known_bubbles(columns: Columns) -> bool:
     """Return whether GPU work has durations and known calls, without which idle time has no meaning."""
     linked = _find_linked(columns)
-    return not columns.trouble.untimed_events and bool(linked.sum() >= max(MIN_LINKED_SHARE * len(linked), 1))
+    return not columns.problems.untimed_events and bool(linked.sum() >= max(MIN_LINKED_SHARE * len(linked), 1))
 
 
 def _find_linked(columns: Columns) -> NDArray[np.bool_]:

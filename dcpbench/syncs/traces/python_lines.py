@@ -8,18 +8,15 @@ import functools
 import re
 import sys
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dcpbench.syncs.python_frames import Frame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
     from dcpbench.syncs.traces.columns import Columns
-
-    Ints = NDArray[Any]
+    from dcpbench.syncs.traces.intervals import Ints
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _FRAME = re.compile(r"^(?P<file>.+?)\((?P<line>\d+)\): (?P<function>.*)$")
@@ -38,17 +35,13 @@ PACKAGES = frozenset(_PACKAGES.split())  # packages that programs call and rarel
 SOURCE_FOLDERS = ("", "src", "python", "lib")  # import folders of a repository; profilers cut paths by sys.path
 
 
-def _remove_address(name: str) -> str:
-    return _ADDRESS.sub("", name)
-
-
 @functools.lru_cache(maxsize=1 << 16)
 def parse_frame(name: str) -> Frame:
     """Parse `model.py(12): forward` into its parts; built-in functions and `nn.Module: Linear_0` have no file.
 
     The line is the first one of the function, or the call's, depending on the trace.
     """
-    text = _remove_address(name)
+    text = _ADDRESS.sub("", name)
     found = _FRAME.match(text)
     if found is None or found["file"].startswith("<"):
         return Frame("", 0, text)
@@ -213,7 +206,7 @@ class Attribution:
 
     def _find_cached(self, names: tuple[str, ...], line_is: Literal["call", "function"]) -> Line:
         if names not in self._known:
-            self._known[names] = self._build_line(tuple(map(_remove_address, names)), line_is)
+            self._known[names] = self._build_line(tuple(_ADDRESS.sub("", name) for name in names), line_is)
         return self._known[names]
 
     def _build_line(self, stack: tuple[str, ...], line_is: Literal["call", "function"]) -> Line:

@@ -94,7 +94,7 @@ _RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,6})\b'
 _WORLD_SIZE = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"world_size"\s*:\s*(\d{1,6})\b')
 
 
-def read_chunks(path: Path, file: BinaryIO, trouble: ReadProblems) -> Iterator[bytes]:
+def read_chunks(path: Path, file: BinaryIO, problems: ReadProblems) -> Iterator[bytes]:
     """Yield the file's text in pieces, decompressed if it is gzip with one or more members.
 
     Raises:
@@ -117,10 +117,10 @@ def read_chunks(path: Path, file: BinaryIO, trouble: ReadProblems) -> Iterator[b
                 if text == 0:
                     raise TraceError(f"{path} is no gzip file that can be read ({e}); record the trace again") from None
                 if inside:
-                    trouble.truncated = True
+                    problems.truncated = True
                 else:
                     size = len(raw) + sum(len(more) for more in iter(lambda: file.read(1 << 20), b""))
-                    trouble.behind = trouble.behind or f"{size:,} bytes that are no gzip, behind its gzip data"
+                    problems.behind = problems.behind or f"{size:,} bytes that are no gzip, behind its gzip data"
                 return
             text += len(chunk)
             if text > MIN_RATIO_BYTES and text > MAX_RATIO * packed:
@@ -133,7 +133,7 @@ def read_chunks(path: Path, file: BinaryIO, trouble: ReadProblems) -> Iterator[b
             if inflater.eof:
                 raw = inflater.unused_data.lstrip(b"\0")
                 inflater, inside = zlib.decompressobj(wbits=31), False
-    trouble.truncated |= inside
+    problems.truncated |= inside
 
 
 def _find_array_end(text: bytearray) -> int:
@@ -175,10 +175,10 @@ def is_other_json(path: Path) -> bool:
     Return False if it may be a trace, though a damaged one, or cannot be read: the reader reports such problems. An
     empty file may be the trace of a rank with a full disk.
     """
-    text, trouble = bytearray(), ReadProblems()
+    text, problems = bytearray(), ReadProblems()
     try:
         with path.open("rb") as file:
-            for chunk in read_chunks(path, file, trouble):
+            for chunk in read_chunks(path, file, problems):
                 text += chunk
                 events = _A_PHASE if text.lstrip(_BLANK)[:1] == b"[" else _EVENTS
                 if events.search(text) or len(text) > MAX_EVENT_BYTES:
@@ -187,7 +187,7 @@ def is_other_json(path: Path) -> bool:
     except (OSError, TraceError, *NOT_JSON):
         return False
     # Traces of some tools are a list alone, which may be empty; what has events under another key is a damaged one.
-    return whole != [] and not trouble.truncated and not _HAS_EVENTS.search(text)
+    return whole != [] and not problems.truncated and not _HAS_EVENTS.search(text)
 
 
 class TraceReader:
@@ -196,12 +196,12 @@ class TraceReader:
     Attributes:
         rank: From the trace's `distributedInfo`, else from the file's name, else None.
         world_size: From the trace's `distributedInfo`, else None.
-        trouble: What could not be read, complete once the blocks have been.
+        problems: What could not be read, complete once the blocks have been.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.trouble = ReadProblems()
+        self.problems = ReadProblems()
         self._in_object = False
         self.rank = parse_file_name(path.name).rank
         self.world_size: int | None = None
@@ -216,7 +216,7 @@ class TraceReader:
             if self.path.exists() and not self.path.is_file():  # a pipe may never end, and cannot be looked at twice
                 raise TraceError(f"{self.path} is no file; write the trace into one, and name that")
             with self.path.open("rb") as file:
-                yield from self._split_blocks(self._check_utf8(read_chunks(self.path, file, self.trouble)))
+                yield from self._split_blocks(self._check_utf8(read_chunks(self.path, file, self.problems)))
         except OSError as e:
             raise TraceError(f"{self.path} cannot be read: {e.strerror or e}") from None
 
@@ -224,7 +224,7 @@ class TraceReader:
         """Yield the chunks and note the first byte that is not UTF-8, as the decoder skips keys and unused text."""
         utf8, whole = codecs.getincrementaldecoder("utf-8")(), True
         for chunk in chunks:
-            if not self.trouble.repaired and not (whole and chunk.isascii()):
+            if not self.problems.repaired and not (whole and chunk.isascii()):
                 try:
                     utf8.decode(chunk)
                     whole = not utf8.getstate()[0]
@@ -303,15 +303,15 @@ class TraceReader:
             if keys is None:
                 left = bytes(rest)
             elif not keys:
-                self.trouble.truncated = True
+                self.problems.truncated = True
             elif "traceEvents" in keys:
-                self.trouble.behind = "a second list of events"
+                self.problems.behind = "a second list of events"
             elif len(rest) > MAX_EVENT_BYTES:
-                self.trouble.behind = f"more than {MAX_EVENT_BYTES >> 20} MiB behind its events"
+                self.problems.behind = f"more than {MAX_EVENT_BYTES >> 20} MiB behind its events"
         left = left.strip(_BLANK + b"\0")
         if left:
             begins = left[:SHOWN_BYTES].decode("utf-8", "backslashreplace")
-            self.trouble.behind = f"more text behind its end, beginning {begins!r}"
+            self.problems.behind = f"more text behind its end, beginning {begins!r}"
 
     def _decode_block(self, buffer: bytearray) -> tuple[list[Event], int, bool]:
         """Return the events of the complete part of the buffer, the bytes used, and whether the array ended."""
@@ -367,7 +367,7 @@ class TraceReader:
         tail = _TAIL.search(body)
         if tail:
             return self._decode_pieces(body[: tail.start()])
-        self.trouble.truncated = True
+        self.problems.truncated = True
         events = self._decode_array(b"[" + body.rstrip(b", \t\r\n") + b"]")
         if events is not None:
             return events
@@ -393,7 +393,7 @@ class TraceReader:
             try:
                 events.append(_ONE.decode(part))
             except NOT_JSON:
-                self.trouble.unreadable_events += 1
+                self.problems.unreadable_events += 1
         return events
 
     def _make_valid_json(self, text: bytes) -> bytes:
@@ -404,14 +404,14 @@ class TraceReader:
             self._record_repair(fixed, lone)
             # A backslash that JSON allows as it is, a lone one doubled, half a character as a replacement character.
             fixed = _BACKSLASH.sub(lambda m: m[0] if m[1] else b"\\ufffd" if m[2] else b"\\\\", fixed)
-        if len(self.trouble.repaired) < MAX_REPAIRED:
+        if len(self.problems.repaired) < MAX_REPAIRED:
             control = _ODD_CONTROL.search(fixed)
             within = (_CONTROL.search(fixed, *string.span()) for string in _STRING.finditer(fixed))
             control = control or next(filter(None, within), None)
             if control:
                 self._record_repair(fixed, control.start())
         fixed, numbers = _NOT_A_NUMBER.subn(rb"\1null", _CONTROL.sub(b" ", fixed))
-        self.trouble.not_numbers |= numbers > 0
+        self.problems.not_numbers |= numbers > 0
         return fixed
 
     def _record_repair(self, text: bytes, at: int) -> None:
@@ -419,8 +419,8 @@ class TraceReader:
         begin = text.rfind(b'"', max(0, at - SHOWN_BYTES), at) + 1 or max(0, at - SHOWN_BYTES)
         end = text.find(b'"', at + 1, at + SHOWN_BYTES)
         shown = text[begin : end if end > 0 else at + SHOWN_BYTES].decode("utf-8", "backslashreplace")
-        if len(self.trouble.repaired) < MAX_REPAIRED and shown not in self.trouble.repaired:
-            self.trouble.repaired.append(shown)
+        if len(self.problems.repaired) < MAX_REPAIRED and shown not in self.problems.repaired:
+            self.problems.repaired.append(shown)
 
     def _decode_pieces(self, body: bytes) -> list[Event]:
         """Return the events that can be saved from text between two events that is not JSON."""
@@ -431,14 +431,14 @@ class TraceReader:
             if event is None and part:  # what is broken before it must not take a good event along
                 event = self._decode_event(piece)
                 event = event if event is not None and event.ph else None
-                self.trouble.unreadable_events += event is not None
+                self.problems.unreadable_events += event is not None
             if event is not None:
                 events.append(event)
             elif text.count(b"},{") >= MAX_EVENT_PIECES:
-                self.trouble.unreadable_events += 1
+                self.problems.unreadable_events += 1
                 text = b""
             part = b"" if event is not None else text
-        self.trouble.unreadable_events += bool(part.strip())
+        self.problems.unreadable_events += bool(part.strip())
         return events
 
     def _decode_event(self, inner: bytes) -> Event | None:
@@ -446,7 +446,7 @@ class TraceReader:
         try:
             return _ONE.decode(b"{" + inner + b"}")
         except msgspec.ValidationError:
-            self.trouble.unreadable_events += 1
+            self.problems.unreadable_events += 1
             return Event()
         except NOT_JSON:
             return None
