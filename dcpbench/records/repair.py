@@ -114,7 +114,7 @@ def repair_file(run: Path, *, strange: bool = False) -> Repair:
     taken_out = [fault for fault in found.faults if fault not in left]
     if not taken_out:
         return Repair(file=str(path), kept=found.records, taken_out=[], left=left)
-    with convert_output_errors(path, COPY_FIRST, "The file is unchanged."):
+    with convert_output_errors(path, COPY_FIRST, "The file is unchanged.", repairs=True):
         backup = _create_backup(path)
         kept = _write_repaired_file(path, strange=strange)
     return Repair(file=str(path), kept=kept, taken_out=taken_out, left=left, backup=str(backup))
