@@ -674,7 +674,7 @@ class TestWithoutGpus:
         add = f"--gpus-per-node {gpus}"
         done = typed("submit", *KINDS[0], "--dry-run", *words)
         assert done.returncode == 0
-        assert f"add {add} before --" in done.stderr
+        assert f"Add {add} before --" in done.stderr
         done = typed("submit", *KINDS[1], "--dry-run", *words)
         assert done.returncode == 2
         assert f"add {add} before --" in done.stderr
