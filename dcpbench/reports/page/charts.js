@@ -273,7 +273,7 @@ dcp.charts = (() => {
 
   function kv(figure, points) {
     const holding = points.filter((p) => known(p.kv_tokens_per_gib));
-    const models = grouped(holding, (p) => p.model);
+    const models = grouped(holding, (p) => panelIn({ ...p, panel: p.model }, several(points)));
     const measures = [["kv_tokens_per_gib", "tokens per GiB of KV memory on each GPU"], ["kv_capacity_tokens", "tokens held in all"]];
     const panels = [...models].flatMap(([model, inside]) => measures.map(([column, words]) => {
       const real = column === "kv_capacity_tokens" ? inside.filter((p) => p.kv_bounded_by !== "sweep") : inside;
@@ -295,7 +295,10 @@ dcp.charts = (() => {
       };
     })).filter(Boolean);
     const [few, left] = limited(panels);
-    return { panels: few, items: [], note: left };
+    const drawn = new Set(holding.map((p) => p.run));
+    const others = new Set(points.filter((p) => known(p.kv_capacity_tokens) && !drawn.has(p.run)).map((p) => p.run));
+    const without = holding.length > 0 && others.size > 0 ? `Not drawn, as the memory of the KV cache is unknown: ${[...others].join(", ")}.` : "";
+    return { panels: few, items: [], note: `${without} ${left}`.trim() };
   }
 
   function phases(figure, points) {
