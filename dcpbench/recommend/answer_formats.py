@@ -25,7 +25,7 @@ from dcpbench.recommend.advise import (
     format_server_command,
     format_url_command,
 )
-from dcpbench.recommend.answer_table import LEGEND, format_row, list_columns, list_rows
+from dcpbench.recommend.answer_table import LEGEND, choose_column_widths, format_row, list_columns, list_rows
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
 from dcpbench.recommend.layout_choice import (
     NO_WHOLE_MODEL,
@@ -618,11 +618,15 @@ def show(
     print_lines(list_sentences(query, choices))
     for choice in choices:
         table = Table(box=SIMPLE_HEAD, title=choice.name, title_justify="left", collapse_padding=True, pad_edge=False)
-        for n, name in enumerate(list_columns(query)):
-            table.add_column(name, overflow="fold", no_wrap=n == 0)
-        for row in list_rows(choice):
-            table.add_row(*format_row(query, choice, row))
+        names, rows = list_columns(query), [format_row(query, choice, row) for row in list_rows(choice)]
+        widths = choose_column_widths(names, rows, terminal.width)
+        for n, (name, width) in enumerate(widths.items()):
+            table.add_column(name, overflow="fold", no_wrap=n == 0, width=width)
+        for row in rows:
+            table.add_row(*(cell for name, cell in zip(names, row, strict=True) if name in widths))
         terminal.print(table)
+        if left_out := [name.replace("\n", " ") for name in names if name not in widths]:
+            terminal.print(f"left out, as it is narrow here: {', '.join(left_out)}", style="dim", soft_wrap=True)
         if len(choices) > 1:
             print_lines(format_details(query, choice))
     unknown = (f"- {text}" for text in (*notes, *list_unknowns(query, choices, steps)))
