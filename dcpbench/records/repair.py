@@ -129,7 +129,7 @@ def require_records(found: Audit) -> None:
     """Raise RecordsError if no record was found, not even inside damaged lines."""
     if not found.records and not any(fault.held for fault in found.faults):
         raise RecordsError(
-            f"{found.file} holds no record that this version can read; name a run's folder, or its records.jsonl."
+            f"{found.file} holds no record that this version can read; put a copy of the run in its place, or name another run."
         )
 
 
