@@ -13,7 +13,8 @@ dcp.charts = (() => {
   const LONG_LABEL = 20; // maximum characters next to a bar on a phone
   const LABEL_PIXELS = 16; // line height of small text
   const LABEL_SHARE = 0.09; // share of a panel's height that such a line takes, so that it covers no marker
-  const MIN_GAP = 0.1; // between two labels, as a share of the axis
+  const MIN_GAP = 0.1; // between two labels of points, as a share of the axis
+  const AXIS_LETTERS = 26; // that fit next to each other below an axis
   const ASIDE = 0.03; // between series of one layout that have a point at the same load, as a share of the axis
   const MARGIN = { l: 68, r: 18, t: 18, b: 53 }; // pixels of numeric axes: Plotly draws the chart twice if an axis needs more
   const { data, series, fields } = dcp.points;
@@ -50,7 +51,8 @@ dcp.charts = (() => {
     const place = log ? Math.log10 : (v) => v;
     const span = place(most) - place(least) || 1;
     const apart = [most];
-    for (const tick of ticks.slice(0, -1).reverse()) if (place(apart[0]) - place(tick) >= MIN_GAP * span) apart.unshift(tick);
+    const gap = (a, b) => ((plain(a).length + plain(b).length) / 2 / AXIS_LETTERS) * span;
+    for (const tick of ticks.slice(0, -1).reverse()) if (place(apart[0]) - place(tick) >= gap(apart[0], tick)) apart.unshift(tick);
     const margin = ticks.length === 1 ? Math.abs(place(least)) * 0.5 || 1 : span * 0.06;
     return {
       type: log ? "log" : "linear", range: [place(least) - margin, place(most) + margin], tickvals: apart,
