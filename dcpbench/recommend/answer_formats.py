@@ -692,6 +692,7 @@ def draw_picture(query: Query, choices: Sequence[Choice], path: Path) -> None:
         draw_legend_below,
         make_hollow_entry,
         save_figure,
+        set_axis_labels,
         set_headline,
         set_measured_ticks,
     )
@@ -715,12 +716,11 @@ def draw_picture(query: Query, choices: Sequence[Choice], path: Path) -> None:
                 handles[who] = _draw_line(ax, sorted(seen, key=lambda pair: pair[0]), looks[who])
             set_measured_ticks(ax, [c.concurrency for c in group])
             ax.set_title(name)
-            ax.set_xlabel("requests in flight")
-            ax.set_ylabel("output tok/s a GPU")
             ax.set_ylim(bottom=0)
         set_headline(
             figure, f"{query.model} on {_format_gpus(query)}: {_format_basis([c for g in groups.values() for c in g])}"
         )
+        set_axis_labels(figure, "concurrency (requests in flight)", "output per GPU (tok/s/GPU)")
         sources = [name for name in SOURCES if any(f.source == name for f in drawn)]
         ran = [name for name in sources if name not in (MEASURED, ESTIMATED)]
         signs = [make_hollow_entry(format_list(ran, "or"))] if ran else []

@@ -1015,6 +1015,7 @@ def test_picture_marks_estimates_and_names_layouts_like_the_table(
     ]
     answer_formats.draw_picture(make_query("H200"), choices, tmp_path / "x.png")
     (figure,) = figures
+    assert figure.axes[0].get_xlabel() == "concurrency (requests in flight, log scale)"
     handles = {str(sign.get_label()): sign for sign in figure.legends[0].legend_handles}
     named = {f.who for forecasts in loads for f in forecasts}
     assert set(handles) == named | {"hollow: replayed", "hollow, dashed: estimated"}
