@@ -16,7 +16,7 @@ from dcpbench.compare.sampling_error import Requests, estimate_error, get_compar
 from dcpbench.compare.sides import find_fields_apart, match_points
 from dcpbench.errors import UsageError
 from dcpbench.plan.grid import format_point_name
-from dcpbench.records.metrics import find_compared_metric, list_compared_metrics
+from dcpbench.records.metrics import list_compared_metrics
 from dcpbench.records.record import is_forecast, is_functional
 from dcpbench.show.text import format_count, make_printable
 
@@ -101,7 +101,7 @@ def judge_sides(a: Sequence[Run], b: Sequence[Run], options: Options) -> Compari
         broken=[*(_make_broken(r, "a") for r in matched.broken_a), *(_make_broken(r, "b") for r in matched.broken_b)],
         notes=[
             *_make_notes(a, b, points, options, matched),
-            *(f"--metric {name}: no compared point has it." for name in missing_metrics),
+            *(f"--metric {name}: no point has it on both sides." for name in missing_metrics),
         ],
         layers_held=count_layers_held(matched.pairs),
     )
@@ -118,23 +118,14 @@ def format_point(point: Point) -> str:
 
 
 def _find_missing_metrics(points: Sequence[PointResult], names: Sequence[str]) -> list[str]:
-    """Return the names of metrics that no point has. Raise UsageError if these are all `names`."""
-    missing = [name for name in names if not any(_has_metric(point, name) for point in points)]
+    """Return the names of metrics that no point has on both sides. Raise UsageError if these are all `names`."""
+    missing = [name for name in names if not any(point.find_row(name) for point in points)]
     if missing and len(missing) == len(names):
         known = dict.fromkeys(m.option for point in points for m in list_compared_metrics(point.workload))
         raise UsageError(
-            f"--metric {','.join(names)}: no compared point has it; give some of {', '.join(known)}, or leave it out."
+            f"--metric {','.join(names)}: no point has it on both sides; give some of {', '.join(known)}, or leave it out."
         )
     return missing
-
-
-def _has_metric(point: PointResult, name: str) -> bool:
-    """Return True if the point has a row for the metric, or states that one side lacks it."""
-    metric = find_compared_metric(name, point.workload)
-    return metric is not None and (
-        any(row.metric == metric.option for row in point.rows)
-        or any(one.metric == metric.brief for one in point.not_compared)
-    )
 
 
 def _compare_point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[Run], tests: list[_Test]) -> PointResult:

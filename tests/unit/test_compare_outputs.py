@@ -151,7 +151,7 @@ def test_comparison_without_intervals_removes_the_forest_plot_of_an_older_one(tm
 def test_metric_that_no_point_has_is_named_in_a_note(tmp_path: Path) -> None:
     one = build.ok(build.point())
     found = compare_records(tmp_path, [one], [one], metrics=("step_time", "ttft_p50"))
-    assert [note for note in found.notes if "--metric" in note] == ["--metric ttft_p50: no compared point has it."]
+    assert [note for note in found.notes if "--metric" in note] == ["--metric ttft_p50: no point has it on both sides."]
     assert {row.metric for row in found.points[0].rows} == {"step_time"}
 
 
@@ -357,7 +357,7 @@ class TestOutputs:
             (["--metric", ""], "--metric is empty; name something after it"),
             (
                 ["--metric", "ttft_p50,goodput"],
-                "--metric ttft_p50,goodput: no compared point has it; give some of step_time,",
+                "--metric ttft_p50,goodput: no point has it on both sides; give some of step_time,",
             ),
             (["--across", ","], "--across is empty; name something after it"),
             (["--fail-on", "x"], "--fail-on x: give one of"),
