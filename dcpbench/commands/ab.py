@@ -231,9 +231,8 @@ def _check_given(variants: Variants) -> None:
 
 def _parse_arguments(variants: Variants, side: str, command: Command) -> list[str]:
     """Return one side's options as arguments of the command. Raise UsageError, which names the side, if it rejects them."""
-    text = getattr(variants, side)
     try:
-        arguments = [*shlex.split(variants.both), *shlex.split(text)]
+        arguments = [*shlex.split(variants.both), *shlex.split(getattr(variants, side))]
     except ValueError as e:
         raise UsageError(f"--{side} or --both: {e}; close every quote.") from e
     if {"-h", "--help"} & set(arguments):
@@ -243,18 +242,24 @@ def _parse_arguments(variants: Variants, side: str, command: Command) -> list[st
             typed = context.params
             given = [p.name for p in command.params if p.name in OURS and typed.get(p.name) != p.get_default(context)]
     except PARSER_ERROR as e:
-        text = shlex.join(hide_headers(shlex.split(text)))
         serves = variants.workload != "server" and _has_option(arguments, REMOTE)
         how = "Add --workload server." if serves else f"See `dcpbench {variants.workload} --help` for its options."
-        raise UsageError(f"--{side} {text!r}: {e.format_message()} {how}") from e
+        raise UsageError(f"{_name_options(variants, side)}: {e.format_message()} {how}") from e
     if given:
-        raise UsageError(f"--{side} {text!r}: leave out {OURS[given[0]]}; ab sets it for every launch.")
+        raise UsageError(f"{_name_options(variants, side)}: leave out {OURS[given[0]]}; ab sets it for every launch.")
     if "baseline" not in typed:
         return arguments
     has_baseline = typed["baseline"] is not None or (
         typed["config"] and "baseline" in _read_config(typed["config"], variants)
     )
     return arguments if has_baseline else [*arguments, "--no-baseline"]
+
+
+def _name_options(variants: Variants, side: str) -> str:
+    """Return the options that make up a side as typed, without secrets: `--a '--dcp 1' and --both '--tp 2'`."""
+    names = (side, "both") if variants.both.strip() else (side,)
+    texts = ((name, shlex.join(hide_headers(shlex.split(getattr(variants, name))))) for name in names)
+    return " and ".join(f"--{name} {text!r}" for name, text in texts)
 
 
 def _has_option(arguments: Sequence[str], names: Sequence[str]) -> bool:

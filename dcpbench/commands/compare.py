@@ -47,8 +47,8 @@ class JudgementOptions(Group):
             margin=_parse_share("--margin", self.margin),
             launch_noise=None if self.launch_noise is None else _parse_share("--launch-noise", self.launch_noise),
             alpha=self.alpha,
-            metrics=_split_words(self.metric),
-            across=_split_words(across),
+            metrics=_split_words("--metric", self.metric),
+            across=_split_words("--across", across),
             allow_cpu=self.allow_cpu,
             paired=paired,
         )
@@ -118,8 +118,11 @@ def compare(
     return outputs.run_comparison(first, second, options, out)
 
 
-def _split_words(text: str | None) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip()) if text else ()
+def _split_words(option: str, text: str | None) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in (text or "").split(",") if word.strip())
+    if text is not None and not words:
+        raise UsageError(f"{option} is empty; name something after it, or leave it out.")
+    return words
 
 
 def _parse_share(option: str, text: str) -> float:

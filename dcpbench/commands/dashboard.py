@@ -97,12 +97,12 @@ def _read_page_count(text: str) -> int | None:
 
 
 def _format_summary(built: "BuildResult", output: Path) -> str:
-    """Format how many runs and results a build found, and how many pages it wrote."""
+    """Format how many runs, points and outcomes a build found, and how many pages it wrote."""
     pages = f"{built.pages_made:,} made, {built.pages_kept:,} unchanged"
     if built.pages_left:
         pages += f", {built.pages_left:,} of older runs not made (--pages all makes them)"
     return (
-        f"{format_count(built.runs, 'run')}, {format_count(built.points, 'point')} with {format_count(built.entries, 'result')}, "
+        f"{format_count(built.runs, 'run')}, {format_count(built.points, 'point')} with {format_count(built.entries, 'outcome')}, "
         f"{format_count(built.changes, 'change')}; "
         f"pages of runs: {pages}\nWrote {output / 'index.html'}\n"
     )

@@ -507,8 +507,7 @@ def _check_gpus(typed: Mapping[str, Any], job: Job, where: TargetCluster) -> Non
             "get GPUs in another way."
         )
     print_stderr(
-        f"The job requests no GPU; without one it runs on the CPU. Unless the partition provides GPUs, add {add}, or {cpu}; "
-        f"{cuda} it does."
+        f"The job requests no GPU; without one it runs on the CPU. Add {add}; {cpu}; or {cuda} the partition provides GPUs."
     )
 
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from dcpbench.records.metrics import find_compared_metric
+
 Workload = Literal["decode", "serve"]
 SideName = Literal["a", "b"]
 SIDES: tuple[SideName, ...] = ("a", "b")
@@ -73,6 +75,11 @@ class PointResult(msgspec.Struct, kw_only=True):
     output_tok_s: tuple[float, float] | None = None  # A and B in `decode`, by step time; null in `serve` (own rows)
     rows: list[Row] = []
     not_compared: list[Uncompared] = []
+
+    def find_row(self, name: str) -> Row | None:
+        """Return the row of the metric that options of `compare` call by this name; None without one."""
+        metric = find_compared_metric(name, self.workload)
+        return next((row for row in self.rows if metric is not None and row.metric == metric.option), None)
 
     @property
     def rank(self) -> int:

@@ -96,15 +96,16 @@ def apply_rules(comparison: Comparison, rules: Sequence[Rule]) -> None:
 
 def list_unused(comparison: Comparison, rules: Sequence[Rule]) -> list[str]:
     """Return the rules about metrics that no compared point has: they guard nothing."""
-    seen = {(p.workload, row.metric) for p in comparison.points for row in p.rows}
     return [
-        rule.text for rule in rules if rule.name not in WORDS and not any(_is_of(rule, w, metric) for w, metric in seen)
+        rule.text
+        for rule in rules
+        if rule.name not in WORDS and not any(p.find_row(rule.name) for p in comparison.points)
     ]
 
 
 def _apply_to_row(point: PointResult, row: Row, rules: Sequence[Rule]) -> Iterator[Finding]:
     for rule in rules:
-        if rule.name in WORDS or not _is_of(rule, point.workload, row.metric):
+        if point.find_row(rule.name) is not row:
             continue
         status = _get_status(row, rule)
         row.gate = max(row.gate, status, key=STATUSES.index)
@@ -133,12 +134,6 @@ def _make_undecided_finding(point: PointResult, row: Row) -> Finding:
     return Finding(
         rule="undecided", point=point.name, metric=row.metric, message=f"{point.name}: {row.title} is UNDECIDED{why}"
     )
-
-
-def _is_of(rule: Rule, workload: str, metric: str) -> bool:
-    """Return whether the rule is about this row's metric."""
-    found = metrics.find_compared_metric(rule.name, workload)
-    return found is not None and found.option == metric
 
 
 def _get_status(row: Row, rule: Rule) -> Literal["fails", "unjudged", "undecided", "passes"]:

@@ -63,7 +63,8 @@ class _Test:
 def judge_sides(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
     """Compare B with A: every metric of every point that both have.
 
-    Raise UsageError if they have no point in common, and for `paired` sides of different length.
+    Raise UsageError if they have no point in common, for `paired` sides of different length, and if no point has any of
+    the metrics in `options`.
     """
     if options.paired and len(a) != len(b):
         raise UsageError(
@@ -75,6 +76,7 @@ def judge_sides(a: Sequence[Run], b: Sequence[Run], options: Options) -> Compari
         raise UsageError(_explain_no_match(matched))
     tests: list[_Test] = []
     points = [_compare_point(pair, options, a, b, tests) for pair in matched.pairs]
+    missing_metrics = _find_missing_metrics(points, options.metrics)
     _decide_verdicts(tests, options)
     points.sort(key=lambda p: p.rank)
     rows = [row for p in points for row in p.rows]
@@ -97,7 +99,10 @@ def judge_sides(a: Sequence[Run], b: Sequence[Run], options: Options) -> Compari
         only_a=[format_point(r.point) for r in matched.only_a],
         only_b=[format_point(r.point) for r in matched.only_b],
         broken=[*(_make_broken(r, "a") for r in matched.broken_a), *(_make_broken(r, "b") for r in matched.broken_b)],
-        notes=_make_notes(a, b, points, options, matched),
+        notes=[
+            *_make_notes(a, b, points, options, matched),
+            *(f"--metric {name}: no point has it on both sides." for name in missing_metrics),
+        ],
         layers_held=count_layers_held(matched.pairs),
     )
 
@@ -110,6 +115,17 @@ def format_point(point: Point) -> str:
     except (ArithmeticError, ValueError, UsageError):
         name = f"{point.model} tp{point.tp}·dp{point.dp}·dcp{point.dcp} {point.backend} {point.exchange}"
     return make_printable(name[:300] + ("" if name.endswith(mode) else mode[:20]))
+
+
+def _find_missing_metrics(points: Sequence[PointResult], names: Sequence[str]) -> list[str]:
+    """Return the names of metrics that no point has on both sides. Raise UsageError if these are all `names`."""
+    missing = [name for name in names if not any(point.find_row(name) for point in points)]
+    if missing and len(missing) == len(names):
+        known = dict.fromkeys(m.option for point in points for m in list_compared_metrics(point.workload))
+        raise UsageError(
+            f"--metric {','.join(names)}: no point has it on both sides; give some of {', '.join(known)}, or leave it out."
+        )
+    return missing
 
 
 def _compare_point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[Run], tests: list[_Test]) -> PointResult:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from dcpbench.compare.comparison import Comparison, PointResult, Row
 
+NAME, FORMATS = "forest", ("png", "svg")  # files of the picture
 MAX_ROWS = 60  # maximum number of rows of the picture, worst first
 COLOURS = {"SLOWER": get_colour(1), "FASTER": get_colour(2), "SAME": "#777777", "UNDECIDED": get_colour(0)}
 """Colour of each verdict; each has its own marker, too."""
@@ -30,22 +31,23 @@ FURTHEST = 3.0  # maximum factor that is drawn; longer intervals are cut there
 
 
 def draw(c: Comparison, folder: Path) -> list[Path]:
-    """Write forest.png and forest.svg; neither if no ratio has an interval."""
-    rows = [(p, row) for p in c.points for row in p.rows if row.low is not None and row.ratio and row.ratio > 0][
-        :MAX_ROWS
-    ]
-    if not rows:
+    """Write forest.png and forest.svg; neither if no ratio has an interval: then those of an older comparison are removed."""
+    found = [(p, row) for p in c.points for row in p.rows if row.low is not None and row.ratio and row.ratio > 0]
+    if not found:
+        for form in FORMATS:
+            (folder / f"{NAME}.{form}").unlink(missing_ok=True)
         return []
+    rows = found[:MAX_ROWS]
     longest = max(len(_format_row_name(p, row)) for p, row in rows)
     with apply_style({"text.parse_math": False}):
         wide = max(WIDE, PLOT_INCHES + LETTER_INCHES * longest)
         figure = Figure(figsize=(wide, 1.5 + ROW_INCHES * len(rows)), layout="constrained")
         axes = figure.subplots()
         _draw_rows(axes, rows)
-        _draw_frame(axes, rows, c)
+        _draw_frame(axes, rows, c, len(found))
         if c.cpu:
             figure.text(0.5, 0.5, WATERMARK, ha="center", va="center", fontsize=28, color="#BBBBBB", alpha=0.5)
-        return save_figure(figure, folder / "forest", "png", "svg")
+        return save_figure(figure, folder / NAME, *FORMATS)
 
 
 def _format_row_name(point: PointResult, row: Row) -> str:
@@ -59,7 +61,7 @@ def _draw_rows(axes: Axes, rows: list[tuple[PointResult, Row]]) -> None:
         axes.plot(ratio, y, MARKERS[row.verdict], color=COLOURS[row.verdict], markersize=5)
 
 
-def _draw_frame(axes: Axes, rows: list[tuple[PointResult, Row]], c: Comparison) -> None:
+def _draw_frame(axes: Axes, rows: list[tuple[PointResult, Row]], c: Comparison, count: int) -> None:
     axes.axvspan(1 / (1 + c.margin), 1 + c.margin, color="#EEEEEE", zorder=0)
     axes.axvline(1, color="#444444", linewidth=0.8)
     axes.set_xscale("log")
@@ -73,7 +75,9 @@ def _draw_frame(axes: Axes, rows: list[tuple[PointResult, Row]], c: Comparison) 
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(f"B / A, with its corrected interval; grey: within {c.margin * 100:g} %")
-    lines = [line for text in (format_summary(c), format_forecast_note(c)) for line in textwrap.wrap(text, WRAP)]
+    cut = f"The worst {len(rows)} of {count:,} ratios; compare.json has all." if count > len(rows) else ""
+    texts = (format_summary(c), format_forecast_note(c), cut)
+    lines = [line for text in texts for line in textwrap.wrap(text, WRAP)]
     axes.set_title("\n".join(lines), loc="left")
     for verdict in dict.fromkeys(row.verdict for _, row in rows):
         axes.plot([], [], MARKERS[verdict], color=COLOURS[verdict], markersize=5, label=verdict)

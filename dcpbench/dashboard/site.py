@@ -15,6 +15,7 @@ from dcpbench.errors import OutputError, RecordsError
 from dcpbench.records.disks import convert_output_errors
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.show import web
+from dcpbench.show.numbers import format_percent
 from dcpbench.show.terminal import make_rate_limited
 from dcpbench.show.whole_files import write_file
 
@@ -78,6 +79,8 @@ def build(
     if not (found.runs or emptied):
         left = f"the site in {site} is left as it is" if read_page_keys(site) else f"no site is written into {site}"
         reasons = [f"left out: {sentence}" for sentence in found.skipped[:MAX_REASONS]]
+        if len(found.skipped) > MAX_REASONS:
+            reasons.append(f"left out: {len(found.skipped) - MAX_REASONS:,} more")
         raise RecordsError(
             "\n".join([f"{root} holds no run that can be read, so {left}; name the folder of your runs.", *reasons])
         )
@@ -216,6 +219,9 @@ def _render_index(index: str, first: str, stamps: dict[str, str]) -> str:
         "stamps": stamps,
         "plotly": web.PLOTLY,
         "version": __version__,
+        "min_runs": change_points.MIN_RUNS,
+        "min_side": change_points.MIN_SIDE,
+        "min_change": format_percent(change_points.MIN_CHANGE),
     }
     return web.render_template(_read_asset("index.html.j2"), values)
 

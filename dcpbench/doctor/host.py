@@ -213,7 +213,7 @@ def _check_cores(report: Report, host: Host) -> None:
     cores = report.read("cores", host.count_cores)
     load = report.read("cores", host.get_load)
     if cores is not None and load is not None:
-        wrong = f"{load:.1f} processes keep {cores} cores busy." if load > SHARE_BUSY * cores else ""
+        wrong = f"the load average is {load:.1f} on {cores} cores." if load > SHARE_BUSY * cores else ""
         remedy = "end other programs (`top` lists them). Steps wait for a busy host."
         report.add_verdict("cores", wrong, remedy, f"{cores}, at rest.", level=NOTE)
     _check_setting(

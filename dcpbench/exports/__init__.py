@@ -94,7 +94,7 @@ def export_runs(folders: Sequence[Path], to: str, output: Path | None, *, force:
 
 
 def _format_left_out(reasons: Counter[str], of: int) -> str:
-    """Return a sentence such as `9 of 72 points left out: 7 decode steps, which have no requests; 2 did not run`."""
+    """Return a sentence such as `9 of 72 points left out: 7 of decode steps, which have no requests; 2 without a result`."""
     if not reasons:
         return ""
     why = "; ".join(f"{n} {why}" for why, n in reasons.items())

@@ -28,14 +28,14 @@ def find_point_samples(m: MeasuredPoint) -> Path | None:
 
 
 NOT_KNOWN = Rule(
-    "had requests cut off, and no samples that say which tokens were theirs",
+    "with requests cut off, and without samples that say which tokens were theirs",
     lambda m: m.record.serve is not None and bool(m.record.serve.cancelled) and find_point_samples(m) is None,
 )
 NO_TIME = Rule(
-    "took no time, or do not say how long",
+    "without a duration",
     lambda m: m.record.serve is not None and not (m.record.serve.wall_s or 0) > 0,
 )
-SEVERAL = Rule("ran on several instances, of which a file has no number", lambda m: bool(m.record.point.disaggregate))
+SEVERAL = Rule("with several instances, of which a file has no number", lambda m: bool(m.record.point.disaggregate))
 CARRIES = (DID_NOT_RUN, DECODE_STEPS, SEVERAL, NO_TIME, NOT_KNOWN)  # rules for points that neither file can represent
 SAME_NAMES = {name: name for name in ("ttft", "tpot", "itl", "e2el")}  # latencies by dcpbench's own names
 

@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 FILE = "inferencex.json"
 GPU = re.compile(r"\b(?:gb|mi|h|b|a)\d{2,3}[a-z]?\b")  # hardware as InferenceX names it: `h200`, `mi355x`, `gb200`
 OPEN_LOOPS = Rule(
-    "open loops, while a row has one concurrency",
+    "with an open loop, while a row has one concurrency",
     lambda m: not (m.record.point.load and m.record.point.load.arrival == CLOSED),
 )
 NO_LAYOUT_NOR_HARDWARE = Rule(
-    "have neither a layout nor hardware (import them again with --tp N --gpu NAME)",
+    "without layout and hardware (import again with --tp N --gpu NAME)",
     lambda m: not m.record.point.tp and not m.device,
 )
 NO_LAYOUT = Rule(
-    "have no layout, so nothing is known per GPU (import them again with --tp N)", lambda m: not m.record.point.tp
+    "without a layout, so that nothing is known per GPU (import again with --tp N)", lambda m: not m.record.point.tp
 )
-NO_HARDWARE = Rule("have no hardware (import them again with --gpu NAME)", lambda m: not m.device)
+NO_HARDWARE = Rule("without hardware (import again with --gpu NAME)", lambda m: not m.device)
 UNEVEN = Rule(
-    "have requests of different lengths, while a row has one isl and one osl", lambda m: None in _get_lengths(m)
+    "with requests of different lengths, while a row has one isl and one osl", lambda m: None in _get_lengths(m)
 )
 
 

@@ -71,17 +71,17 @@ class Rule:
     holds: Callable[[MeasuredPoint], bool]
 
 
-DID_NOT_RUN = Rule("did not run", lambda m: m.record.outcome != "ok" or not (m.record.metrics or m.record.serve))
+DID_NOT_RUN = Rule("without a result", lambda m: m.record.outcome != "ok" or not (m.record.metrics or m.record.serve))
 DECODE_STEPS = Rule(
-    "decode steps, which have no requests", lambda m: m.record.serve is None or m.record.point.load is None
+    "of decode steps, which have no requests", lambda m: m.record.serve is None or m.record.point.load is None
 )
-ON_CPU = Rule("functional runs on a CPU, which do not measure performance", lambda m: m.standing == FUNCTIONAL)
-IN_REPLAY = Rule("replays, which are computed and not measured", lambda m: m.standing == REPLAYED)
+ON_CPU = Rule("from a functional run on a CPU, which does not measure performance", lambda m: m.standing == FUNCTIONAL)
+IN_REPLAY = Rule("from a replay, which is computed and not measured", lambda m: m.standing == REPLAYED)
 IN_EMULATION = Rule(
-    "forecasts, of which one rank ran and its communication was modelled", lambda m: m.standing == EMULATED
+    "from a forecast, for which one rank ran and communication was modelled", lambda m: m.standing == EMULATED
 )
 COMPUTED_WRONG = Rule(
-    "computed something wrong (see their warnings)", lambda m: bool(set(WRONG) & set(m.record.warnings))
+    "with wrong computation (see their warnings)", lambda m: bool(set(WRONG) & set(m.record.warnings))
 )
 PUBLIC = (DID_NOT_RUN, ON_CPU, IN_REPLAY, IN_EMULATION, COMPUTED_WRONG)  # points never published next to others
 

@@ -9,7 +9,7 @@ from dcpbench.models.config_fields import parse_bool, parse_int, parse_number
 from dcpbench.models.family import Family, Preset
 from dcpbench.models.shapes import SIGMOID, Gqa, ModelShape
 
-_GLM_46 = ModelShape(
+_GLM_46 = gqa_config.make_shape(
     name="glm-4.6",
     hidden=5120,
     layers=92,
@@ -24,13 +24,9 @@ _GLM_46 = ModelShape(
     routing=SIGMOID,
     routed_scale=2.5,
     gqa=Gqa(kv_heads=8, qk_norm=True, qkv_bias=True),
-    latent=0,
-    rope=64,
-    nope=64,
-    value=128,
+    rotated=64,
     rms_eps=1e-5,
     rope_theta=1_000_000.0,
-    rope_interleaved=False,
     max_position=202752,
     mtp_layers=1,
 )

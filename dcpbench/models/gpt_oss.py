@@ -16,7 +16,7 @@ def _make_attention(window_layers: int) -> Gqa:
     return Gqa(kv_heads=8, qkv_bias=True, o_bias=True, window=128, window_layers=window_layers, sinks=True)
 
 
-_120B = ModelShape(
+_120B = gqa_config.make_shape(
     name="gpt-oss-120b",
     hidden=2880,
     layers=36,
@@ -29,13 +29,9 @@ _120B = ModelShape(
     vocab=201088,
     expert_bias=True,
     gqa=_make_attention(18),
-    latent=0,
-    rope=64,
-    nope=0,
-    value=64,
+    head=64,
     rms_eps=1e-5,
     rope_theta=150_000.0,
-    rope_interleaved=False,
     yarn=Yarn(factor=32.0, original_max_position=4096, truncate=False),
     max_position=131072,
     published=dataclasses.replace(FORMATS[MXFP4], parts=frozenset({EXPERTS})),

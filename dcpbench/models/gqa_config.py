@@ -73,7 +73,9 @@ def parse_shape(config: dict[str, Any], name: str, gqa: Gqa, *, rotated: float =
     if not rotated_width:
         raise ValueError(f"a head has {head} numbers, of which rope rotates {rotated_width}")
     llama3 = parse_llama3_rope(rope)
-    return ModelShape(
+    return make_shape(
+        head=head,
+        rotated=rotated_width,
         name=name,
         hidden=hidden,
         layers=layers,
@@ -81,13 +83,8 @@ def parse_shape(config: dict[str, Any], name: str, gqa: Gqa, *, rotated: float =
         dense_inter=parse_int(config, "intermediate_size"),
         vocab=parse_int(config, "vocab_size", maximum=MAX_VOCAB),
         gqa=gqa,
-        latent=0,
-        rope=rotated_width,
-        nope=head - rotated_width,
-        value=head,
         rms_eps=parse_number(config, "rms_norm_eps", 1e-6, minimum=0),
         rope_theta=parse_number(rope if "rope_theta" in rope else config, "rope_theta", 10000.0),
-        rope_interleaved=False,
         yarn=None if llama3 else parse_yarn(rope, position),
         llama3_rope=llama3,
         max_position=position,
@@ -95,6 +92,12 @@ def parse_shape(config: dict[str, Any], name: str, gqa: Gqa, *, rotated: float =
         mtp_layers=parse_mtp_layers(config),
         **({"first_dense": layers} | experts),
     )
+
+
+def make_shape(*, head: int = 128, rotated: int | None = None, **fields: Any) -> ModelShape:  # noqa: ANN401 -- as above
+    """Return a shape of `fields` with heads of `head` numbers, of which rope rotates the first `rotated`, by default all."""
+    rope = head if rotated is None else rotated
+    return ModelShape(latent=0, rope=rope, nope=head - rope, value=head, rope_interleaved=False, **fields)
 
 
 def count_kv_heads(config: dict[str, Any]) -> int:

@@ -10,7 +10,7 @@ from dcpbench.models.config_fields import parse_bool
 from dcpbench.models.family import Family, Preset
 from dcpbench.models.shapes import Gqa, Llama3Rope, ModelShape
 
-_70B = ModelShape(
+_70B = gqa_config.make_shape(
     name="llama-3.1-70b",
     hidden=8192,
     layers=80,
@@ -19,13 +19,8 @@ _70B = ModelShape(
     first_dense=80,
     vocab=128256,
     gqa=Gqa(kv_heads=8),
-    latent=0,
-    rope=128,
-    nope=0,
-    value=128,
     rms_eps=1e-5,
     rope_theta=500_000.0,
-    rope_interleaved=False,
     llama3_rope=Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192),
     max_position=131072,
 )

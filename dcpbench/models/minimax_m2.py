@@ -12,7 +12,7 @@ from dcpbench.models.shapes import SIGMOID, Gqa, ModelShape
 from dcpbench.models.tensor_names import TensorNames
 from dcpbench.models.weight_formats import EXPERTS, FORMATS, FP8, QKV, O
 
-_M2 = ModelShape(
+_M2 = gqa_config.make_shape(
     name="minimax-m2",
     hidden=3072,
     layers=62,
@@ -25,12 +25,8 @@ _M2 = ModelShape(
     vocab=200064,
     routing=SIGMOID,
     gqa=Gqa(kv_heads=8, qk_norm=True, qk_norm_over_heads=True),
-    latent=0,
-    rope=64,
-    nope=64,
-    value=128,
+    rotated=64,
     rope_theta=5_000_000.0,
-    rope_interleaved=False,
     max_position=196608,
     published=dataclasses.replace(FORMATS[FP8], parts=frozenset((QKV, O, EXPERTS))),
 )

@@ -10,7 +10,7 @@ from dcpbench.models.config_fields import parse_bool
 from dcpbench.models.family import Family, Preset
 from dcpbench.models.shapes import Gqa, ModelShape
 
-_32B = ModelShape(
+_32B = gqa_config.make_shape(
     name="qwen3-32b",
     hidden=5120,
     layers=64,
@@ -19,12 +19,7 @@ _32B = ModelShape(
     first_dense=64,
     vocab=151936,
     gqa=Gqa(kv_heads=8, qk_norm=True),
-    latent=0,
-    rope=128,
-    nope=0,
-    value=128,
     rope_theta=1_000_000.0,
-    rope_interleaved=False,
     max_position=40960,
 )
 _8B = dataclasses.replace(_32B, name="qwen3-8b", hidden=4096, layers=36, heads=32, dense_inter=12288, first_dense=36)

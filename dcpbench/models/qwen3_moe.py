@@ -10,7 +10,7 @@ from dcpbench.models.config_fields import parse_bool, parse_int
 from dcpbench.models.family import Family, Preset
 from dcpbench.models.shapes import Gqa, ModelShape
 
-_235B = ModelShape(
+_235B = gqa_config.make_shape(
     name="qwen3-235b-a22b",
     hidden=4096,
     layers=94,
@@ -22,12 +22,7 @@ _235B = ModelShape(
     first_dense=0,
     vocab=151936,
     gqa=Gqa(kv_heads=4, qk_norm=True),
-    latent=0,
-    rope=128,
-    nope=0,
-    value=128,
     rope_theta=1_000_000.0,
-    rope_interleaved=False,
     max_position=40960,
 )
 _30B = dataclasses.replace(

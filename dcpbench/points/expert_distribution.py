@@ -30,11 +30,6 @@ def parse_routing(text: str) -> str:
     return f"{path}{HASH_MARK}{_compute_hash(read_counts(typed))}"
 
 
-def describe_skew(routing: str) -> float | None:
-    """Return the exponent of a Zipf law, 0 for even routing, and None for a file."""
-    return 0.0 if routing == OWN else float(routing.removeprefix(ZIPF)) if routing.startswith(ZIPF) else None
-
-
 def parse_exponent(text: str) -> float:
     """Return S of `zipf:S`; raise UsageError if it is no valid exponent."""
     try:

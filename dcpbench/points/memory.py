@@ -22,7 +22,6 @@ CACHE_FACTOR = 4  # weights must cycle through this many times the L2 cache betw
 LOCATIONS = 1 << 31  # maximum number of token locations (virtual pages · tokens), which kernels read in 32 bits
 PREFILL_WINDOW = 16384  # most keys, and stored keys, decompressed at once; a step's rows if more (engine/prefill.py)
 FP32 = 4  # bytes of a number where partial results are added up
-BF16_BYTES = 2
 ATTENTION_PARTS = {"qkv": QKV, "qkv_a": QKV, "q_b": Q_B, "o": O}  # W_UK and W_UV have none (engine/weights.py)
 PAGES_OF_PADDING = 1
 HEADROOM_TOKENS = 1  # a decode step writes one token beyond the context
@@ -282,22 +281,6 @@ def compute_draft_bytes(
         + compute_moe_bytes(shape, layout, itemsize, weights, ep=ep)
         + compute_indexer_bytes(shape, 1, itemsize, weights)
         + (2 * shape.hidden + 3) * shape.hidden * itemsize
-    )
-
-
-def compute_checkpoint_bytes(shape: ModelShape) -> int:
-    """Return the bytes of a published checkpoint's weights; raise AssertionError for a format of unknown size.
-
-    A layer for multi-token prediction has copies of embedding and head. Not counted: vision encoders.
-    """
-    weights, one = shape.published, Layout(tp=1)
-    assert isinstance(weights, WeightFormat)
-    predicting = weights if weights.mtp else UNQUANTISED
-    layer = compute_draft_bytes(shape, one, BF16_BYTES, OWN_HEADS, predicting)
-    layer += 2 * shape.vocab * shape.hidden * BF16_BYTES
-    return (
-        compute_weight_bytes(shape, one, BF16_BYTES, *count_all_layers(shape), OWN_HEADS, weights)
-        + shape.mtp_layers * layer
     )
 
 

@@ -25,7 +25,7 @@ from dcpbench.recommend.advise import (
     format_server_command,
     format_url_command,
 )
-from dcpbench.recommend.answer_table import LEGEND, format_row, list_columns, list_rows
+from dcpbench.recommend.answer_table import LEGEND, choose_column_widths, format_row, list_columns, list_rows
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
 from dcpbench.recommend.layout_choice import (
     NO_WHOLE_MODEL,
@@ -619,11 +619,15 @@ def show(
     print_lines(list_sentences(query, choices))
     for choice in choices:
         table = Table(box=SIMPLE_HEAD, title=choice.name, title_justify="left", collapse_padding=True, pad_edge=False)
-        for n, name in enumerate(list_columns(query)):
-            table.add_column(name, overflow="fold", no_wrap=n == 0)
-        for row in list_rows(choice):
-            table.add_row(*format_row(query, choice, row))
+        names, rows = list_columns(query), [format_row(query, choice, row) for row in list_rows(choice)]
+        widths = choose_column_widths(names, rows, terminal.width)
+        for n, (name, width) in enumerate(widths.items()):
+            table.add_column(name, overflow="fold", no_wrap=n == 0, width=width)
+        for row in rows:
+            table.add_row(*(cell for name, cell in zip(names, row, strict=True) if name in widths))
         terminal.print(table)
+        if left_out := [name.replace("\n", " ") for name in names if name not in widths]:
+            terminal.print(f"left out, as it is narrow here: {', '.join(left_out)}", style="dim", soft_wrap=True)
         if len(choices) > 1:
             print_lines(format_details(query, choice))
     unknown = (f"- {text}" for text in (*notes, *list_unknowns(query, choices, steps)))
@@ -689,6 +693,7 @@ def draw_picture(query: Query, choices: Sequence[Choice], path: Path) -> None:
         draw_legend_below,
         make_hollow_entry,
         save_figure,
+        set_axis_labels,
         set_headline,
         set_measured_ticks,
     )
@@ -712,12 +717,11 @@ def draw_picture(query: Query, choices: Sequence[Choice], path: Path) -> None:
                 handles[who] = _draw_line(ax, sorted(seen, key=lambda pair: pair[0]), looks[who])
             set_measured_ticks(ax, [c.concurrency for c in group])
             ax.set_title(name)
-            ax.set_xlabel("requests in flight")
-            ax.set_ylabel("output tok/s a GPU")
             ax.set_ylim(bottom=0)
         set_headline(
             figure, f"{query.model} on {_format_gpus(query)}: {_format_basis([c for g in groups.values() for c in g])}"
         )
+        set_axis_labels(figure, "concurrency (requests in flight)", "output per GPU (tok/s/GPU)")
         sources = [name for name in SOURCES if any(f.source == name for f in drawn)]
         ran = [name for name in sources if name not in (MEASURED, ESTIMATED)]
         signs = [make_hollow_entry(format_list(ran, "or"))] if ran else []

@@ -13,6 +13,8 @@ from dcpbench.show.numbers import ABSENT, format_number
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dcpbench.points.point import Point
     from dcpbench.recommend.advise import Query
     from dcpbench.recommend.capacity import Capacity
@@ -36,6 +38,8 @@ COLUMNS = (
     "fits",
     "evidence",
 )
+DROPPED_FIRST = ("weights\nGiB/GPU", "experts", "KV tokens", "tok/s\nper GPU", "KV\nrequests", "evidence", ITL, TTFT)
+"""Columns that a narrow terminal leaves out, in this order."""
 LEGEND = (
     f"{RECOMMENDED.strip()} recommended, {LEVEL.strip()} not clearly behind the fastest. Among these, the layout with the most KV capacity is "
     "recommended; capacity beyond twice the load does not count. Most errors are common to all layouts, so the difference between two layouts is "
@@ -123,6 +127,26 @@ def format_row(query: Query, choice: Choice, row: Row) -> list[str]:
     if query.price is not None:
         cells.append("" if f is None else _format_price(query.price, f))
     return cells
+
+
+def choose_column_widths(names: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> dict[str, int]:
+    """Return the width of each column that fits into a terminal without breaking a word; the first is never wrapped.
+
+    If the longest words of all columns are wider than the terminal, columns are left out in the order DROPPED_FIRST.
+    """
+    cells = {name: [name, *(row[n] for row in rows)] for n, name in enumerate(names)}
+    most = {name: max(len(line) for text in column for line in text.split("\n")) for name, column in cells.items()}
+    least = {name: max((len(w) for text in column for w in text.split()), default=0) for name, column in cells.items()}
+    least[names[0]] = most[names[0]]
+    kept = dict(least)
+    for name in DROPPED_FIRST:
+        if sum(kept.values()) + 2 * len(kept) <= width:  # two columns between and around cells
+            break
+        kept.pop(name, None)
+    for _ in range(width - sum(kept.values()) - 2 * len(kept)):
+        name = max(kept, key=lambda name: most[name] / kept[name])  # the column with the tallest cells
+        kept[name] += most[name] > kept[name]
+    return kept
 
 
 def _format_drafted(f: Forecast | None) -> tuple[str, str]:

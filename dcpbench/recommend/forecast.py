@@ -128,13 +128,8 @@ def format_point(point: Point) -> str:
     return point.layout_name + (f" ({details})" if details else "")
 
 
-def from_record(
-    record: Record, run: str, launch_band: float | None = REPEATS_AGREE_WITHIN, tokens_per_step: float | None = None
-) -> Forecast:
-    """Return the forecast of a point that ran; raise UsageError for one without an output rate.
-
-    `tokens_per_step` replaces the tokens that a measured decode step yields by the acceptance that the record states.
-    """
+def from_record(record: Record, run: str, launch_band: float | None = REPEATS_AGREE_WITHIN) -> Forecast:
+    """Return the forecast of a point that ran; raise UsageError for one without an output rate."""
     point = record.point
     ends = {f"{name}_band": _find_emulated_ends(record, name) for name in ("ttft", "itl")}
     common: dict[str, Any] = {
@@ -149,12 +144,9 @@ def from_record(
     if record.metrics is not None:
         rate = record.metrics.output_tok_s
         latencies: dict[str, Any] = {"itl_ms": record.metrics.itl_ms}
-        times = 1.0
         if point.mtp:
-            tokens = tokens_per_step or point.tokens_per_step
-            times = tokens / point.tokens_per_step
-            latencies = _make_step_latencies(record.metrics.step_ms.median, tokens)
-        return Forecast(tok_s=rate.median * times, low=rate.low * times, high=rate.high * times, **latencies, **common)
+            latencies = _make_step_latencies(record.metrics.step_ms.median, point.tokens_per_step)
+        return Forecast(tok_s=rate.median, low=rate.low, high=rate.high, **latencies, **common)
     if record.serve is None:
         raise UsageError(f"{run}: a point of {point.layout_name} has no figures.")
     return _make_served_forecast(record.serve, **common, **ends)

@@ -9,13 +9,14 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import DcpbenchError, DiskError, OutputError
+from dcpbench.records.folder import RECORDS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 BROKEN = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO)
@@ -85,8 +86,13 @@ def _capitalize(sentence: str) -> str:
 
 
 @contextlib.contextmanager
-def convert_output_errors(place: Path | str, remedy: str, state: str = "") -> Iterator[None]:
-    """Convert errors of the operating system in this block, which writes a command's output, with `make_output_error`."""
+def convert_output_errors(place: Path | str, remedy: str, state: str = "", *, repairs: bool = False) -> Iterator[None]:
+    """Convert errors of the operating system in this block, which writes a command's output, with `make_output_error`.
+
+    Raise OutputError before the block if `place` is a file of records, unless the block `repairs` it.
+    """
+    if not repairs and Path(place).name == RECORDS_FILE and Path(place).is_file():
+        raise OutputError(f"{place} holds the records of a run and is not replaced. {_capitalize(remedy)}.")
     try:
         yield
     except OSError as e:

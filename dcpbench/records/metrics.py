@@ -618,7 +618,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "transfer_wait_p50_ms",
         "ms",
-        "p50 of its part before the transfer began: waiting for links and for room",
+        "p50 of its part before the transfer began: waiting for links and for KV capacity",
         at=("serve.instances.transfer_wait_ms.p50",),
         label="KV transfer p50, waiting",
         heading="transfer waiting p50 ms",

@@ -114,7 +114,7 @@ def repair_file(run: Path, *, strange: bool = False) -> Repair:
     taken_out = [fault for fault in found.faults if fault not in left]
     if not taken_out:
         return Repair(file=str(path), kept=found.records, taken_out=[], left=left)
-    with convert_output_errors(path, COPY_FIRST, "The file is unchanged."):
+    with convert_output_errors(path, COPY_FIRST, "The file is unchanged.", repairs=True):
         backup = _create_backup(path)
         kept = _write_repaired_file(path, strange=strange)
     return Repair(file=str(path), kept=kept, taken_out=taken_out, left=left, backup=str(backup))
@@ -129,7 +129,7 @@ def require_records(found: Audit) -> None:
     """Raise RecordsError if no record was found, not even inside damaged lines."""
     if not found.records and not any(fault.held for fault in found.faults):
         raise RecordsError(
-            f"{found.file} holds no record that this version can read; name a run's folder, or its records.jsonl."
+            f"{found.file} holds no record that this version can read; put a copy of the run in its place, or name another run."
         )
 
 

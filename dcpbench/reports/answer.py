@@ -417,7 +417,7 @@ def describe_kv_pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str
     least = group.sort_values("room_for", kind="stable").iloc[0]
     top = group.sort_values("output_tok_s", kind="stable").iloc[-1]
     clauses = [
-        f"{r['label']} has room for {format_integer(r['room_for'])} request{'' if r['room_for'] == 1 else 's'}, {format_integer(r['preemptions'])} "
+        f"{r['label']} has KV for {format_integer(r['room_for'])} request{'' if r['room_for'] == 1 else 's'}, {format_integer(r['preemptions'])} "
         f"preemption{'' if r['preemptions'] == 1 else 's'}, TTFT p50 {format_number(r['ttft_p50_ms'], 3)} ms"
         for r in ([least, top] if least["label"] != top["label"] else [top])
     ]

@@ -10,7 +10,16 @@ from dcpbench.reports import answer, launch_bands
 from dcpbench.reports.findings import SCOPE, find_most_per_layout, format_plain_layout, format_slo_aside, list_keys
 from dcpbench.reports.load_labels import find_shared_shape, make_short_shapes
 from dcpbench.reports.plots import sample_evenly
-from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Table, make_columns, make_table, make_text_columns, select_mode
+from dcpbench.reports.tables import (
+    FOLD_ABOVE,
+    LOADED,
+    Table,
+    format_cut,
+    make_columns,
+    make_table,
+    make_text_columns,
+    select_mode,
+)
 from dcpbench.show.numbers import ABSENT, format_number, format_ratio, format_with_interval, is_missing
 from dcpbench.show.text import format_list
 
@@ -102,7 +111,7 @@ def _build_maximum_grid(points: pd.DataFrame, where: str) -> Table:
     if judged.empty:
         return Table("", [], [])
     tops = {(row["rest"], row["label"]): row for _, row in find_most_per_layout(judged).iterrows()}
-    labels = list(dict.fromkeys(judged["label"]))[:MAX_LAYOUTS]
+    labels = list(dict.fromkeys(judged["label"]))
     ran = set(list_keys(judged, ["rest", "label"]))
     short, shared = make_short_shapes(judged), find_shared_shape(judged)
 
@@ -113,11 +122,15 @@ def _build_maximum_grid(points: pd.DataFrame, where: str) -> Table:
         at = f"{best['concurrency']:,}" if best["load_arrival"] == CLOSED else str(best["arrival"])
         return f"{format_number(best['output_tok_s'], 3)} at {at}"
 
-    rows = [[short[rest], *(format_cell(rest, label) for label in labels)] for rest in dict.fromkeys(judged["rest"])]
-    load = "concurrency" if judged["load_arrival"].eq(CLOSED).all() else "load"
-    title = f"Maximum output tok/s within the SLO, at which {load} of those that ran{where}"
-    columns = ["load", *labels]
-    return Table(f"{title}; {shared}" if shared else title, columns, rows[:MAX_ROWS], len(columns))
+    rests, load = (
+        list(dict.fromkeys(judged["rest"])),
+        "concurrency" if judged["load_arrival"].eq(CLOSED).all() else "load",
+    )
+    cut = format_cut((MAX_ROWS, len(rests), "lengths"), (MAX_LAYOUTS, len(labels), "layouts"))
+    title = f"Maximum output tok/s within the SLO, at which {load} of those that ran{where}{cut}"
+    columns = ["load", *labels[:MAX_LAYOUTS]]
+    rows = [[short[rest], *(format_cell(rest, label) for label in columns[1:])] for rest in rests[:MAX_ROWS]]
+    return Table(f"{title}; {shared}" if shared else title, columns, rows, len(columns))
 
 
 def _build_ratio_grid(found: pd.DataFrame, where: str) -> Table:
@@ -135,9 +148,11 @@ def _build_grid(
     if found.empty:
         return Table(title, [], [])
     short, shared = make_short_shapes(found), find_shared_shape(found)
-    loads = sample_evenly(sorted(set(map(int, found["concurrency"]))), MAX_COLUMNS)
+    every = sorted(set(map(int, found["concurrency"])))
+    loads, groups = sample_evenly(every, MAX_COLUMNS), list(found.groupby(keys, sort=False))
+    title += format_cut((MAX_ROWS, len(groups), "rows"), (len(loads), len(every), "concurrencies"))
     rows = []
-    for key, group in list(found.groupby(keys, sort=False))[:MAX_ROWS]:
+    for key, group in groups[:MAX_ROWS]:
         cells = {int(r["concurrency"]): cell(r) for _, r in group.iterrows() if int(r["concurrency"]) in loads}
         rows.append([short[str(key[0])], *map(str, key[1:]), *(cells.get(n, ABSENT) for n in loads)])
     columns = [*names, *(f"{n:,}" if i else f"concurrency {n:,}" for i, n in enumerate(loads))]

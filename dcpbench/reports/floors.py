@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dcpbench.models import get_title
 from dcpbench.records.metrics import METRIC
 from dcpbench.reports.load_labels import list_rows
 from dcpbench.reports.tables import FOLD_ABOVE, Table, make_column, make_table
@@ -76,8 +77,9 @@ def format_short_sentence(points: pd.DataFrame) -> str:
     far = list_rows(held.sort_values("floor_share", kind="stable").head(1))[0]
     lost = format_list([f"{loss.name} ({loss.lost_ms} ms)" for loss in list_named_losses(far, 2)])
     over = format_value_range(1 / held["floor_share"])
+    model = f"{get_title(far['model'])}, " if len(set(held["model"])) > 1 else ""
     where = (
-        f"at the worst point, {far['label']} with {far['concurrency']} × {format_integer(far['context'])} tokens, "
+        f"at the worst point, {model}{far['label']} with {far['concurrency']} × {format_integer(far['context'])} tokens, "
         if len(held) > 1
         else ""
     )

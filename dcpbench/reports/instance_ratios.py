@@ -19,7 +19,17 @@ from dcpbench.records.launches import is_clearly_ahead
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import findings, launch_bands
 from dcpbench.reports.load_labels import make_short_shapes
-from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Column, Table, make_columns, make_table, select_mode
+from dcpbench.reports.tables import (
+    FOLD_ABOVE,
+    LOADED,
+    Column,
+    Table,
+    format_cut,
+    make_columns,
+    make_table,
+    make_text_columns,
+    select_mode,
+)
 from dcpbench.show.numbers import ABSENT, format_number, format_percent, format_ratio, is_missing
 from dcpbench.show.text import format_list
 
@@ -76,7 +86,7 @@ def build_grids(frames: Frames) -> list[Table]:
     found = compare_ratios(findings.select_timed(frames.served))
     tables = []
     for scope, own in found.groupby(findings.SCOPE, sort=False) if len(found) else ():
-        labels = list(dict.fromkeys(own.sort_values(["split", "gpus"], kind="stable")["label"]))[:MAX_COLUMNS]
+        labels = list(dict.fromkeys(own.sort_values(["split", "gpus"], kind="stable")["label"]))
         short = make_short_shapes(own)
         rows = []
         for _, load in own.groupby("load", sort=False):
@@ -84,11 +94,13 @@ def build_grids(frames: Frames) -> list[Table]:
             cells = {row["label"]: _format_cell(row, best) for row in load.to_dict("records")}
             first = load.iloc[0]
             rows.append({"load": f"{first['arrival']} · {short[first['rest']]}"} | cells)
-        table = pd.DataFrame(rows).reindex(columns=["load", *labels]).fillna(ABSENT)
+        shown = labels[:MAX_COLUMNS]
+        table = pd.DataFrame(rows).reindex(columns=["load", *shown]).fillna(ABSENT)
         where = f", {scope[1]}, {scope[2]}" + (f", {scope[0]}" if len(set(found["run"])) > 1 else "")
         judged = "; in brackets: misses the SLO" if (own["slo_excess"] > 1).any() else ""
         title = f"Output tok/s for each GPU{where}: ▲ the most of a load{judged}"
-        tables.append(make_table(title, table, [("load", "load"), *((name, name) for name in labels)]))
+        title += format_cut((len(shown), len(labels), "columns"))
+        tables.append(make_table(title, table, make_text_columns("load", *shown)))
     return tables
 
 

@@ -96,5 +96,5 @@ def describe_clocks(points: pd.DataFrame) -> str:
     unknown = slowed[slowed["clock_fall"].isna()]
     if len(unknown):
         replayed = ", as a replay has no clocks of its own" if (unknown["mode"] == REPLAY).all() else ""
-        found.append(f"by how much is not known of {format_count(len(unknown), 'point')}{replayed}")
+        found.append(f"the lowest SM clock is unknown at {format_count(len(unknown), 'point')}{replayed}")
     return "; ".join(found)

@@ -101,8 +101,12 @@ def describe_objectives(table: pd.DataFrame, given: Limits) -> str:
     same = timed["slo_limits"].map(lambda limits: repr(sorted(limits.items())))
     clauses = {_format_limits(points): _format_judged(points) for _, points in timed.groupby(same, sort=False)}
     if not any(clauses):
-        left = f" --slo {','.join(given)} bounds nothing that these points have." if given else ""
-        return f"No SLO was given (set one with --slo ttft=2000,itl=60, in ms), so the best layout is the one with the highest output throughput.{left}"
+        reason = (
+            f"--slo {','.join(given)} bounds nothing that these points have"
+            if given
+            else "No SLO was given (set one with --slo ttft=2000,itl=60, in ms)"
+        )
+        return f"{reason}, so the best layout is the one with the highest output throughput."
     source = "--slo" if given else "as the runs were measured with"
     limits_text = "; ".join(f"{who}: {text or 'none'}" for text, who in clauses.items())
     if len(clauses) == 1:

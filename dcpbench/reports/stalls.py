@@ -12,7 +12,7 @@ import pandas as pd
 from dcpbench.points.instances import parse_instances
 from dcpbench.reports import findings
 from dcpbench.reports.load_labels import list_unique
-from dcpbench.reports.tables import Table, make_table, make_text_columns
+from dcpbench.reports.tables import Table, format_cut, make_table, make_text_columns
 from dcpbench.show.numbers import ABSENT, format_number, format_percent, is_missing
 from dcpbench.show.text import format_count, format_list
 
@@ -48,8 +48,8 @@ def build_table(frames: Frames) -> Table:
     """Build a table of ITL and output with a column for each known chunk; empty if there is only one."""
     points = findings.select_timed(frames.served)
     points = points[points[CHUNK] > 0] if len(points) else points
-    title = "ITL p99 ms (output tok/s) by the tokens of a chunk"
     chunks = sorted(set(points[CHUNK])) if len(points) else []
+    title = f"ITL p99 ms (output tok/s) by the tokens of a chunk{format_cut((MAX_CHUNKS, len(chunks), 'chunks'))}"
     if len(chunks) < 2:  # noqa: PLR2004 - nothing to compare
         return Table(title, [], [])
     points = points.assign(load=points["load_with_any_chunk"])

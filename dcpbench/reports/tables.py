@@ -370,6 +370,12 @@ def make_table(
     return Table(title, [columns[i][0] for i in keep], [[r[i] for i in keep] for r in rows], words, fold)
 
 
+def format_cut(*parts: tuple[int, int, str]) -> str:
+    """Return which parts of a grid, each given as the number shown, the number of all and its name, are not all shown."""
+    texts = [f"{shown:,} of {count:,} {name}" for shown, count, name in parts if shown < count]
+    return f" (shown: {', '.join(texts)}; points.csv has every point)" if texts else ""
+
+
 def _make_run_columns(found: pd.DataFrame) -> list[Column]:
     """Return the column with the run, or with the engine if each engine is shown as one run; empty for a single one."""
     if "run" not in found or len(set(found["run"])) == 1:

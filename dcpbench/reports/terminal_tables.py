@@ -22,7 +22,7 @@ from dcpbench.reports.dataframes import sort_commonest_first
 from dcpbench.reports.step_parts import ATTENTION, COMMUNICATION, EXCHANGE, IDLE, MATRIX_PRODUCTS, NORMS, OTHERS
 from dcpbench.reports.tables import format_whole
 from dcpbench.show.numbers import ABSENT, format_number, format_ratio, format_with_unit, is_missing
-from dcpbench.show.text import format_capitalized, format_count, make_printable
+from dcpbench.show.text import format_capitalized, format_count, format_list, make_printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -241,7 +241,7 @@ def _format_notes(points: pd.DataFrame) -> list[str]:
         f"{warning}: {', '.join(where) if len(where) < len(points) else 'all'}" for warning, where in marked.items()
     ]
     preempted = points[points["preemptions"] > 0]
-    clauses = [f"{p['label']} at {p['arrival']} {format_whole(p['preemptions'])}" for _, p in preempted.iterrows()]
+    clauses = [f"{format_whole(p['preemptions'])} with {p['label']} at {p['arrival']}" for _, p in preempted.iterrows()]
     notes += [f"preemptions: {', '.join(clauses)}"] if clauses else []
     cut, rejected = points["cancelled"].sum(), points["rejected"].sum()
     if cut or rejected:
@@ -279,7 +279,7 @@ def _format_bounds(points: pd.DataFrame) -> list[str]:
         else:
             bound = f"all {sent:,}"
         found.setdefault(bound, []).append(str(p["label"]))
-    clauses = [f"{', '.join(dict.fromkeys(labels))} {bound}" for bound, labels in found.items()]
+    clauses = [f"{bound} with {format_list(list(dict.fromkeys(labels)))}" for bound, labels in found.items()]
     return [f"requests at once, at most: {'; '.join(clauses)}"] if clauses else []
 
 

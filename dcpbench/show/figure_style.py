@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import textwrap
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -118,6 +119,7 @@ def _format_axis_label(label: str, scale: str) -> str:
     return label.removesuffix(")") + ", log scale)" if scale == "log" else label
 
 
+AXIS_LETTERS = 26  # of tick labels, next to each other below the narrowest panel
 LETTERS_IN_AN_INCH = 11  # of a title
 MAX_TITLE_COLUMNS = 90
 
@@ -179,15 +181,23 @@ def draw_watermark_below(ax: Axes) -> None:
 
 
 def set_measured_ticks(ax: Axes, values: Iterable[float]) -> None:
-    """Put the ticks of the x axis at the measured values, logarithmic if the values are far apart."""
+    """Put the ticks of the x axis at the measured values, logarithmic if the values are far apart.
+
+    Values with labels that would overlap that of the next larger tick have no tick.
+    """
     ticks = sorted(set(values))
-    if ticks and ticks[0] > 0 and ticks[-1] / ticks[0] >= 4:  # noqa: PLR2004 - two doublings
+    is_log = bool(ticks) and ticks[0] > 0 and ticks[-1] / ticks[0] >= 4  # noqa: PLR2004 - two doublings
+    if is_log:
         ax.set_xscale("log", base=2)
     if ticks and ticks[0] == ticks[-1]:
         ax.set_xlim(ticks[0] * 0.5, ticks[0] * 1.5)
-    most = 7
-    ticks = ticks if len(ticks) <= most else [*ticks[:: -(-len(ticks) // most)], ticks[-1]]
-    ax.set_xticks(ticks, [format_integer(t) for t in ticks])
+    place = math.log if is_log else float
+    kept = ticks[-1:]
+    for tick in reversed(ticks[:-1]):
+        letters = (len(format_integer(tick)) + len(format_integer(kept[0]))) / 2 + 0.25
+        if (place(kept[0]) - place(tick)) * AXIS_LETTERS >= letters * (place(ticks[-1]) - place(ticks[0])):
+            kept.insert(0, tick)
+    ax.set_xticks(kept, [format_integer(t) for t in kept])
     ax.minorticks_off()
 
 

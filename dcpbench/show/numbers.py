@@ -117,10 +117,10 @@ def format_value_range(values: Iterable[float], form: str = "{:.2f}×") -> str:
     return high if low == high else f"{low.rstrip('×')}–{high}"
 
 
-def format_with_range(value: float, low: float, high: float, form: str = "{:.2f}×") -> str:
+def format_with_range(value: float, low: float, high: float) -> str:
     """Return `1.12× [1.10–1.14]`; the interval is left out if it looks the same as the value, as without repeats."""
-    middle, ends = form.format(value), (form.format(low).rstrip("×"), form.format(high).rstrip("×"))
-    return middle if set(ends) == {middle.rstrip("×")} else f"{middle} [{ends[0]}–{ends[1]}]"
+    middle, *ends = (f"{number:.2f}" for number in (value, low, high))
+    return f"{middle}×" if set(ends) == {middle} else f"{middle}× [{'–'.join(ends)}]"
 
 
 def format_tok_s(value: float, low: float, high: float, unit: str = " tok/s") -> str:

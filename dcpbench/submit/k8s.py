@@ -344,7 +344,8 @@ def read_pod(path: Path) -> dict[str, Any]:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_POD + 1)
     except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"--pod {path} cannot be read: {fit_line(str(e))}") from e
+        reason = e.strerror if isinstance(e, OSError) else e
+        raise UsageError(f"--pod {path} cannot be read ({fit_line(str(reason))}); name a YAML file.") from e
     if len(text) > MAX_POD:
         raise UsageError(f"--pod {path} has more than {MAX_POD:,} characters; name a file with fields of a pod's spec.")
     found = load_yaml(text, f"--pod {path}", "fields of a pod", max_values=MAX_VALUES)

@@ -117,8 +117,8 @@ def _find_run(folder: Path | None) -> Path:
             "seconds after its start."
         )
     known = (LOCK_FILE, RECORDS_FILE)
-    if not any((folder / name).exists() for name in known) and not any(folder.glob(JOB_FILES)):
-        inside = sorted(str(p.parent) for p in folder.glob(f"*/{LOCK_FILE}"))
+    if not any((folder / name).is_file() for name in known) and not any(folder.glob(JOB_FILES)):
+        inside = sorted({str(p.parent) for name in known for p in folder.glob(f"*/{name}")})
         if inside:
             raise UsageError(f"{folder} is no run, but holds some; name one: {' '.join(inside[-3:])}")
         raise NotBegunError(

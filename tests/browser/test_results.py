@@ -145,13 +145,15 @@ def phases(points: list[dict[str, Any]]) -> list[Panel]:
 
 
 def capacities(points: list[dict[str, Any]]) -> list[Panel]:
-    """Return two panels a model with a bar for each layout; a capacity bounded by the sweep is left out of the second."""
+    """Return two panels a model and run with a bar for each layout; a capacity bounded by the sweep is left out of the second."""
     found: dict[str, set[str]] = collections.defaultdict(set)
+    several = len({p["run"] for p in points}) > 1
     for p in points:
         if has(p, "kv_tokens_per_gib"):
-            found[f"{p['model']}, tokens per GiB of KV memory on each GPU"].add(p["layout"])
+            where = f"{p['model']}, {p['run']}" if several and p["run"] != p["model"] else p["model"]
+            found[f"{where}, tokens per GiB of KV memory on each GPU"].add(p["layout"])
             if has(p, "kv_capacity_tokens") and p.get("kv_bounded_by") != "sweep":
-                found[f"{p['model']}, tokens held in all"].add(p["layout"])
+                found[f"{where}, tokens held in all"].add(p["layout"])
     return [(name, len(layouts), 0) for name, layouts in found.items()]
 
 

@@ -92,7 +92,7 @@ def test_every_format_is_written_and_its_path_printed(dcpbench, to: str, run: Pa
     assert paths
     assert all(path.is_file() and path.is_relative_to(tmp_path / "out") for path in paths)
     if to in ("vllm", "sglang", "inferencex"):
-        assert done.stderr == "1 of 2 points left out: 1 decode steps, which have no requests.\n"
+        assert done.stderr == "1 of 2 points left out: 1 of decode steps, which have no requests.\n"
     else:
         assert done.stderr == ""
 

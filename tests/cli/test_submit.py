@@ -472,7 +472,10 @@ def test_invalid_command_is_refused_before_it_is_queued(
         (("slurm", "--setup", "one\ntwo"), "take a line each"),
         (("k8s",), "add for example --image"),
         (("k8s", "--image", "a", "--time", "0"), "is no time at all"),
-        (("k8s", "--image", "a", "--pod", "no-such.yaml"), "--pod no-such.yaml cannot be read"),
+        (
+            ("k8s", "--image", "a", "--pod", "no-such.yaml"),
+            "--pod no-such.yaml cannot be read (No such file or directory); name a YAML file.",
+        ),
     ],
     ids=lambda value: shlex.join(value) if isinstance(value, tuple) else "",
 )
@@ -674,7 +677,7 @@ class TestWithoutGpus:
         add = f"--gpus-per-node {gpus}"
         done = typed("submit", *KINDS[0], "--dry-run", *words)
         assert done.returncode == 0
-        assert f"add {add} before --" in done.stderr
+        assert f"Add {add} before --" in done.stderr
         done = typed("submit", *KINDS[1], "--dry-run", *words)
         assert done.returncode == 2
         assert f"add {add} before --" in done.stderr

@@ -127,6 +127,34 @@ def test_labels_of_a_forest_plot_are_complete_and_fit(tmp_path: Path, monkeypatc
     assert axes.get_window_extent().width / figure.dpi > 3
 
 
+def test_forest_plot_states_how_many_ratios_it_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 61 points with one ratio each, 60 are drawn."""
+    records = [build.ok(build.point(Layout(2), concurrency=n)) for n in range(1, picture.MAX_ROWS + 2)]
+    found = compare_records(tmp_path, records, records, launch_noise=0.02, metrics=("step_time",))
+    titles: list[str] = []
+    monkeypatch.setattr(picture, "save_figure", lambda figure, *_: titles.append(figure.axes[0].get_title(loc="left")))
+    picture.draw(found, tmp_path)
+    found.points.pop()
+    picture.draw(found, tmp_path)
+    assert ["The worst 60 of 61 ratios;" in " ".join(title.split()) for title in titles] == [True, False]
+
+
+def test_comparison_without_intervals_removes_the_forest_plot_of_an_older_one(tmp_path: Path) -> None:
+    """A plot of other runs next to compare.md would show ratios that are not in it."""
+    for name in ("forest.png", "forest.svg", "mine.png"):
+        (tmp_path / name).write_bytes(b"older")
+    one = build.ok(build.point())
+    assert picture.draw(compare_records(tmp_path / "runs", [one], [one]), tmp_path) == []
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["mine.png"]
+
+
+def test_metric_that_no_point_has_is_named_in_a_note(tmp_path: Path) -> None:
+    one = build.ok(build.point())
+    found = compare_records(tmp_path, [one], [one], metrics=("step_time", "ttft_p50"))
+    assert [note for note in found.notes if "--metric" in note] == ["--metric ttft_p50: no point has it on both sides."]
+    assert {row.metric for row in found.points[0].rows} == {"step_time"}
+
+
 class TestGate:
     def apply(self, tmp_path: Path, rules: str | None, a: Record, *b: Record) -> Comparison:
         found = compare_records(tmp_path, [a], list(b))
@@ -326,6 +354,12 @@ class TestOutputs:
             (["--margin", "-1"], "--margin -1% cannot be; give a share from 0% to 50%"),
             (["--alpha", "nan"], "--alpha 0.05"),
             (["--metric", "x"], "--metric x: there is none"),
+            (["--metric", ""], "--metric is empty; name something after it"),
+            (
+                ["--metric", "ttft_p50,goodput"],
+                "--metric ttft_p50,goodput: no point has it on both sides; give some of step_time,",
+            ),
+            (["--across", ","], "--across is empty; name something after it"),
             (["--fail-on", "x"], "--fail-on x: give one of"),
             (["--fail-on", ""], "--fail-on '': give one of"),
         ):

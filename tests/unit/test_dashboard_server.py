@@ -323,8 +323,8 @@ class TestCommand:
     def test_build_prints_a_summary(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """The summary uses the singular for one run and the plural for two."""
         for count, expected in (
-            (1, "1 run, 1 point with 1 result, 0 changes; "),
-            (2, "2 runs, 1 point with 2 results, 0 "),
+            (1, "1 run, 1 point with 1 outcome, 0 changes; "),
+            (2, "2 runs, 1 point with 2 outcomes, 0 "),
         ):
             runs = dashboard_builder.history(tmp_path / f"runs-{count}", runs=count, count=1)
             assert dashboard.build(runs, tmp_path / f"site-{count}") == 0

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from dcpbench.dashboard import change_points, discovery, pages, series, site
 from dcpbench.dashboard import data as data_files
-from dcpbench.dashboard import discovery, pages, series, site
 from dcpbench.dashboard.change_points import Change
 from dcpbench.errors import MissingPackageError, OutputError, RecordsError, UsageError
 from dcpbench.points.layout import Layout
@@ -478,6 +478,24 @@ class TestBuildingAgain:
             site.build(tmp_path / "runs", tmp_path / "site", emptied=False)
         assert not (tmp_path / "site").exists()
         assert [text.split(":")[0] for text in str(e.value).splitlines()[1:]] == ["left out"]
+
+    def test_error_counts_the_files_that_it_does_not_name(self, tmp_path: Path) -> None:
+        """Of 12 unreadable files 10 are named, and 2 counted."""
+        for n in range(12):
+            (tmp_path / "runs" / f"{n}").mkdir(parents=True)
+            (tmp_path / "runs" / f"{n}" / "records.jsonl").write_text("{}\n")
+        with pytest.raises(RecordsError) as e:
+            site.build(tmp_path / "runs", tmp_path / "site", emptied=False)
+        assert len(str(e.value).splitlines()) == 12
+        assert str(e.value).endswith("left out: 2 more")
+
+    def test_page_states_the_runs_that_a_change_needs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(change_points, "MIN_RUNS", 77)
+        monkeypatch.setattr(change_points, "MIN_SIDE", 33)
+        site.build(dashboard_builder.history(tmp_path / "runs", runs=1, count=1), tmp_path / "site")
+        page = (tmp_path / "site" / "index.html").read_text()
+        assert "at least 77 runs, 33 on each side of a split" in page
+        assert "changes below 0.5 % are not marked" in page
 
     def test_run_deleted_during_the_build_loses_only_its_page(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

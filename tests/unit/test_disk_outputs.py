@@ -95,3 +95,25 @@ def test_output_without_write_permission_has_exit_code_2(number: int) -> None:
     error = disks.make_output_error("runs/a.csv", OSError(number, os.strerror(number)), "give another file with -o")
     assert error.exit_code == 2
     assert str(error) == f"runs/a.csv cannot be written ({os.strerror(number)}). Give another file with -o."
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "export {run} --to csv --force -o {records}",
+        "compare {run} {run} --junit {records}",
+        "report {run} -o {records}",
+        "syncs scan {trace} --format json --force -o {records}",
+    ],
+)
+def test_output_never_replaces_the_records_of_a_run(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = build.write(tmp_path / "run", [build.ok(build.point())])
+    records = run / "records.jsonl"
+    before = records.read_bytes()
+    with pytest.raises(SystemExit) as end:
+        cli.main(command.format(run=run, records=records, trace=TRACE).split())
+    assert end.value.code == 2
+    assert f"{records} holds the records of a run and is not replaced. " in capsys.readouterr().err
+    assert records.read_bytes() == before

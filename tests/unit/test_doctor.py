@@ -302,7 +302,7 @@ HOST_FAULTS = {
     "locks": (System(check_lock=OSError(errno.ENOLCK, "No locks available")), 1, BAD, "No locks available"),
     "ports": (System(bind=OSError(errno.EADDRNOTAVAIL, "Cannot assign")), 1, BAD, "where ranks meet"),
     "clock": (System(read_clock=(False, 0)), 2, BAD, "no service synchronises it"),
-    "cores": (System(get_load=40.0), 1, NOTE, "40.0 processes keep 64 cores busy"),
+    "cores": (System(get_load=40.0), 1, NOTE, "the load average is 40.0 on 64 cores."),
     "NUMA balancing": (System(files={"/proc/sys/kernel/numa_balancing": "1"}), 1, NOTE, "numa_balancing"),
 }
 

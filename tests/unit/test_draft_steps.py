@@ -191,18 +191,16 @@ class TestForecasts:
         with_dcp, drafted_dcp = estimate(mtp=0, acceptance=""), estimate()
         assert 1 < drafted / plain < drafted_dcp / with_dcp
 
-    def test_measured_step_yields_the_tokens_of_the_requested_acceptance(self) -> None:
-        """A step of 8 requests takes 20 ms. Measured without a stated acceptance, it counts one token a step: 400
-        tok/s, and 2.564 times that.
+    def test_gaps_of_a_measured_step_follow_from_its_stated_acceptance(self) -> None:
+        """Each of 8 requests gets 2.564 tokens in 20 ms, 1025.6 tok/s: more than half of the gaps are 0, and all others
+        20 ms.
         """
-        point = record_builder.point(Layout(4, 1, 4), concurrency=8, mtp=3)
-        step = Interval(median=20.0, low=19.0, high=21.0, samples=9)
+        point = record_builder.point(Layout(4, 1, 4), concurrency=8, mtp=3, acceptance=DRAFTED.acceptance)
+        step, rate = (Interval(median=x, low=0.95 * x, high=1.05 * x, samples=9) for x in (20.0, 8 * 2.564 / 0.02))
         record = record_builder.ok(point)
         assert record.metrics is not None
-        metrics = msgspec.structs.replace(
-            record.metrics, step_ms=step, output_tok_s=Interval(median=400.0, low=380.0, high=420.0, samples=9)
-        )
-        found = from_record(msgspec.structs.replace(record, metrics=metrics), "run", None, 2.564)
+        metrics = msgspec.structs.replace(record.metrics, step_ms=step, output_tok_s=rate)
+        found = from_record(msgspec.structs.replace(record, metrics=metrics), "run")
         assert (found.tok_s, found.low, found.high) == pytest.approx((1025.6, 974.32, 1076.88))
         assert (found.itl_ms.p50, found.itl_ms.p99, found.tpot_ms.p50) == (0, 20, pytest.approx(20 / 2.564))
 

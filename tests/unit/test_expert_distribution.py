@@ -13,7 +13,7 @@ import pytest
 from dcpbench.errors import UsageError
 from dcpbench.models import load_shape
 from dcpbench.points.expert_choices import FILE_CHOICES, ZIPF_CHOICES, compute_zipf_shares, load_choices
-from dcpbench.points.expert_distribution import describe_skew, parse_routing
+from dcpbench.points.expert_distribution import parse_routing
 from dcpbench.points.layout import Layout
 from dcpbench.points.roofline import Sharding
 from dcpbench.recommend import estimate
@@ -208,12 +208,9 @@ class TestFiles:
 
 
 class TestValues:
-    @pytest.mark.parametrize(
-        ("typed", "stored", "skew"), [("even", "", 0.0), ("zipf:1.0", "zipf:1", 1.0), (" zipf:0.50 ", "zipf:0.5", 0.5)]
-    )
-    def test_routing_value_is_normalised(self, typed: str, stored: str, skew: float) -> None:
+    @pytest.mark.parametrize(("typed", "stored"), [("even", ""), ("zipf:1.0", "zipf:1"), (" zipf:0.50 ", "zipf:0.5")])
+    def test_routing_value_is_normalised(self, typed: str, stored: str) -> None:
         assert parse_routing(typed) == stored
-        assert describe_skew(stored) == skew
 
     @pytest.mark.parametrize("typed", ["zipf:", "zipf:x", "zipf:0", "zipf:-1", "zipf:nan", "zipf:5"])
     def test_invalid_exponents_are_refused(self, typed: str) -> None:

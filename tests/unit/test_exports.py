@@ -227,7 +227,9 @@ class TestVllm:
         cut = files.served(until_s=2.0)
         rendered = vllm.render([cut])
         assert not rendered.files
-        assert list(rendered.left_out) == ["had requests cut off, and no samples that say which tokens were theirs"]
+        assert list(rendered.left_out) == [
+            "with requests cut off, and without samples that say which tokens were theirs"
+        ]
 
     def test_replays_and_cpu_runs_are_marked_in_backend_or_label(self) -> None:
         assert parse_only_file(vllm.render([files.replayed()]))["backend"] == "dcpbench-replay"
@@ -305,9 +307,9 @@ class TestInferencex:
     @pytest.mark.parametrize(
         ("options", "reason"),
         [
-            ({}, "have neither a layout nor hardware (import them again with --tp N --gpu NAME)"),
-            ({"tp": 8}, "have no hardware (import them again with --gpu NAME)"),
-            ({"gpu": "h200"}, "have no layout, so nothing is known per GPU (import them again with --tp N)"),
+            ({}, "without layout and hardware (import again with --tp N --gpu NAME)"),
+            ({"tp": 8}, "without hardware (import again with --gpu NAME)"),
+            ({"gpu": "h200"}, "without a layout, so that nothing is known per GPU (import again with --tp N)"),
         ],
         ids=["both", "gpu", "tp"],
     )

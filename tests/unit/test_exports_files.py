@@ -46,7 +46,7 @@ def test_formats_of_one_server_leave_out_disaggregated_points(name: str) -> None
     render = importlib.import_module(f"dcpbench.exports.{name}").render
     rendered = render([MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, point=several))])
     assert not rendered.files
-    assert list(rendered.left_out) == ["ran on several instances, of which a file has no number"]
+    assert list(rendered.left_out) == ["with several instances, of which a file has no number"]
 
 
 @pytest.mark.parametrize("wall_s", [None, 0.0])
@@ -57,7 +57,7 @@ def test_formats_of_rates_leave_out_points_without_duration(name: str, wall_s: f
     render = importlib.import_module(f"dcpbench.exports.{name}").render
     rendered = render([MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, serve=serve))])
     assert not rendered.files
-    assert list(rendered.left_out) == ["took no time, or do not say how long"]
+    assert list(rendered.left_out) == ["without a duration"]
 
 
 class TestLayersHeld:
@@ -206,13 +206,14 @@ class TestFiles:
         assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".part")] == []
 
     def test_format_that_fits_no_point_raises_error_with_reasons(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"1 of 1 point left out: 1 decode steps, .* --to csv"):
+        with pytest.raises(UsageError, match=r"1 of 1 point left out: 1 of decode steps, .* --to csv"):
             export_runs([self.run(tmp_path)], "vllm", None)
 
     def test_left_out_points_are_counted_in_the_note(self, tmp_path: Path) -> None:
         run = self.run(tmp_path, build.served(build.point(DCP)), record_builder.ok(record_builder.point(DCP)))
         assert (
-            export_runs([run], "vllm", None).note == "1 of 2 points left out: 1 decode steps, which have no requests."
+            export_runs([run], "vllm", None).note
+            == "1 of 2 points left out: 1 of decode steps, which have no requests."
         )
 
     def test_unknown_format_raises_error_with_nearest_name(self, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -188,12 +189,29 @@ def test_short_phase_has_a_bar() -> None:
     assert found["rest"].tolist()[0] == 0.005
 
 
-@pytest.mark.parametrize(("count", "shown"), [(7, 7), (8, 5), (20, 8)])
-def test_up_to_seven_ticks_are_at_measured_values(count: int, shown: int) -> None:
-    """With more values, every second or third and the last have a tick."""
-    ax = Figure().add_subplot()
-    show_figures.set_measured_ticks(ax, [float(n) for n in range(1, count + 1)])
-    assert (len(ax.get_xticks()), ax.get_xticks()[-1]) == (shown, count)
+@pytest.mark.parametrize(
+    "values",
+    [
+        [8, 32, 48],
+        [512, 576, 640, 768, 896, 1024, 1792, 1920, 2048],
+        [4_000, 16_000, 30_000, 32_000, 33_000, 128_000],
+        list(range(1, 40)),
+        [1_000_000, 1_000_001, 1_000_002],
+        [5],
+    ],
+)
+def test_ticks_are_measured_values_with_labels_that_do_not_overlap(values: list[int]) -> None:
+    """The largest value always has a tick."""
+    figure = Figure(figsize=(3.4, 2.5), dpi=100)
+    ax = figure.add_subplot()
+    ax.plot(values, values, "o")
+    show_figures.set_measured_ticks(ax, map(float, values))
+    ticks = ax.get_xticks().tolist()
+    assert set(ticks) <= set(values)
+    assert ticks[-1] == values[-1]
+    FigureCanvasAgg(figure).draw()
+    boxes = [label.get_window_extent() for label in ax.get_xticklabels()]
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
 @pytest.mark.parametrize(("names", "extra_lines"), [(4, 0), (5, 1), (7, 3)])

@@ -1015,6 +1015,7 @@ def test_picture_marks_estimates_and_names_layouts_like_the_table(
     ]
     answer_formats.draw_picture(make_query("H200"), choices, tmp_path / "x.png")
     (figure,) = figures
+    assert figure.axes[0].get_xlabel() == "concurrency (requests in flight, log scale)"
     handles = {str(sign.get_label()): sign for sign in figure.legends[0].legend_handles}
     named = {f.who for forecasts in loads for f in forecasts}
     assert set(handles) == named | {"hollow: replayed", "hollow, dashed: estimated"}
@@ -1523,3 +1524,18 @@ def test_dense_model_has_no_attention_dp_and_dcp_needs_copied_kv_heads(
             for name in re.findall(r"tp8[^\" ,]*", json.dumps(load, ensure_ascii=False))
         }
         assert (code, named) == (0, layouts)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+def test_table_fits_into_a_terminal_without_breaking_a_number(width: int) -> None:
+    """Columns are left out before a number is broken: the words of a kept column are no wider than it."""
+    names = answer_table.COLUMNS
+    row = ["→ tp8·dp2·dcp2·ep1 (a2a)", "tensor parallel", "1,277 [1,255–1,300]", "134.6", "4.96 [3.09–7.95]"]
+    row += ["28.0 [25.4–30.9]", "12,953,216", "88", "81.2", "23 of 32 at once", "estimated, corrected"]
+    widths = answer_table.choose_column_widths(names, [row], width)
+    assert sum(widths.values()) + 2 * len(widths) <= width
+    assert {"layout", "tok/s", "fits"} <= set(widths)
+    assert ("experts" in widths) == (width == 160)
+    for name, cell in zip(names, row, strict=True):
+        assert all(len(word) <= widths.get(name, 99) for word in cell.split())
+    assert widths["layout"] == len(row[0])

@@ -189,11 +189,14 @@ class TestSlo:
     def test_slo_without_applicable_objectives_counts_as_none(self, tmp_path: Path) -> None:
         """Decode steps have no TTFT and no E2EL; an ITL objective next to others still applies."""
         none = "No SLO was given (set one with --slo ttft=2000,itl=60, in ms), so the best layout is the one with the highest output throughput."
+        unused = (
+            "bounds nothing that these points have, so the best layout is the one with the highest output throughput."
+        )
         record, itl = step(build.point(TP), 40), "ITL ≤ 50 ms at p50"
         for number, (slo, sentence) in enumerate(
             [
-                ({"ttft": 1.0}, f"{none} --slo ttft bounds nothing that these points have."),
-                ({"ttft": 1.0, "e2el": 9.0}, f"{none} --slo ttft,e2el bounds nothing that these points have."),
+                ({"ttft": 1.0}, f"--slo ttft {unused}"),
+                ({"ttft": 1.0, "e2el": 9.0}, f"--slo ttft,e2el {unused}"),
                 (
                     {"itl": 50.0, "tpot": 9.0},
                     f"SLO (--slo): {itl} (not at p99, which needs 662 samples). These points have no TPOT.",

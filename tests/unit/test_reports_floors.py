@@ -96,6 +96,9 @@ def test_one_bullet_of_the_opening_names_the_ratio(tmp_path):
         "Most", "At the worst point, tp4 with 8 × 4,000 tokens, most"
     )
     assert len(overview.format_bullets(both)) <= overview.MAX_BULLETS
+    other = build.msgspec.structs.replace(NEAR, point=build.msgspec.structs.replace(NEAR.point, model="deepseek-v3"))
+    bullets = overview.format_bullets(read(tmp_path / "models", FAR, other))
+    assert any("At the worst point, Kimi-K2, tp4 with 8 × 4,000 tokens" in bullet for bullet in bullets)
     none = read(tmp_path / "none", build.ok(build.point()))
     assert not any("hardware allows" in bullet for bullet in overview.format_bullets(none))
 

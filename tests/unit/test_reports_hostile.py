@@ -309,6 +309,7 @@ def test_tables_and_figures_of_too_many_points_are_reduced_with_a_note(tmp_path:
     assert {1, 20} <= set(shown["context"]), "first and last are always shown"
     assert max(map(len, built[0].bullets)) < 600, "sentences count further points"
     assert all(len(table.columns) <= answer_tables.MAX_COLUMNS + 3 for table in built[0].tables)
+    assert all("(shown: 9 of 60 concurrencies; points.csv has every point)" in t.title for t in built[0].tables[:2])
 
 
 def test_figure_shows_all_points_up_to_its_limits(tmp_path: Path) -> None:

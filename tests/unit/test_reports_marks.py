@@ -93,7 +93,7 @@ def test_throttled_replay_has_no_clock_drop(tmp_path: Path) -> None:
         for p, load in zip(points, loads, strict=True)
     ]
     read = dataframes.load_frames([build.write(tmp_path / "run", records)])
-    sentence = "all throttled (by how much is not known of 2 points, as a replay has no clocks of its own)."
+    sentence = "all throttled (the lowest SM clock is unknown at 2 points, as a replay has no clocks of its own)."
     assert sentence in trust(read)
 
 

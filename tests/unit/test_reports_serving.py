@@ -169,7 +169,7 @@ class TestReport:
         assert "…" not in text
         assert text.count("kimi-k2, live: closed loop · 400 in · 40 out") == 1
         assert text.count("kimi-k2, replay: closed loop · 400 in · 40 out") == 1
-        assert "preemptions: tp4 at closed 48 4" in text
+        assert "preemptions: 4 with tp4 at closed 48" in text
 
     @pytest.mark.usefixtures("unsaved")
     def test_decode_and_serve_records_share_a_report(self, tmp_path: Path) -> None:
@@ -319,10 +319,9 @@ class TestFindings:
         assert list(findings.find_kv_pressure(read.served)["layout"]) == ["tp4"]
         (sentence,) = [s for s in answer.format_top_sentences(read) if "KV pressure" in s]
         assert (
-            "under closed 48 · 400 in · 40 out: tp4 has room for 36 requests, 4 preemptions, TTFT p50 261 ms"
-            in sentence
+            "under closed 48 · 400 in · 40 out: tp4 has KV for 36 requests, 4 preemptions, TTFT p50 261 ms" in sentence
         )
-        assert "tp4·dcp4 has room for 145 requests, 0 preemptions" in sentence
+        assert "tp4·dcp4 has KV for 145 requests, 0 preemptions" in sentence
 
     def test_best_layout_is_clear_only_beyond_the_difference_of_repeats(self, tmp_path: Path) -> None:
         """A lead of 10 % is clear; 1 % is within the 2 % of repeats."""

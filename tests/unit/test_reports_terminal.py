@@ -109,9 +109,9 @@ class TestOpenLoops:
     @pytest.mark.parametrize(
         ("concurrency", "pages", "limit"),
         [
-            (4, 1000, "tp4 4 by --concurrency"),
-            (512, 1000, "tp4 all 16"),
-            (8, 3, "tp4 3 of full length by KV space (8 by --concurrency)"),
+            (4, 1000, "4 by --concurrency with tp4"),
+            (512, 1000, "all 16 with tp4"),
+            (8, 3, "3 of full length by KV space (8 by --concurrency) with tp4"),
         ],
         ids=["an option", "nothing", "KV space"],
     )

@@ -478,12 +478,12 @@ def test_minority_of_waiting_ranks_at_another_line_is_named(places: str, few: li
 @pytest.mark.parametrize(
     ("concurrency", "held", "sent", "expected"),
     [
-        (48, 8, 96, "tp4 8 of full length by KV space (48 by --concurrency)"),
-        (48, 48, 96, "tp4 48 by --concurrency"),
-        (96, 96, 96, "tp4 all 96"),
-        (200, 95, 96, "tp4 95 of full length by KV space (200 by --concurrency)"),
-        (200, 96, 96, "tp4 all 96"),
-        (48, None, 96, "tp4 48 by --concurrency"),
+        (48, 8, 96, "8 of full length by KV space (48 by --concurrency) with tp4"),
+        (48, 48, 96, "48 by --concurrency with tp4"),
+        (96, 96, 96, "all 96 with tp4"),
+        (200, 95, 96, "95 of full length by KV space (200 by --concurrency) with tp4"),
+        (200, 96, 96, "all 96 with tp4"),
+        (48, None, 96, "48 by --concurrency with tp4"),
     ],
 )
 def test_bound_of_an_open_loop_is_the_smallest_limit(

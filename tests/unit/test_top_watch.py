@@ -137,6 +137,13 @@ def test_path_that_cannot_be_a_run_raises_usage_error(tmp_path: Path) -> None:
         (tmp_path / name / ".lock").touch()
     with pytest.raises(UsageError, match=rf"holds some; name one: {tmp_path}/b {tmp_path}/c {tmp_path}/d$"):
         watch.top(tmp_path)
+    (tmp_path / "old" / "run").mkdir(parents=True)
+    (tmp_path / "old" / "run" / "records.jsonl").touch()
+    with pytest.raises(UsageError, match=r"old is no run, but holds some; name one: .*/old/run$"):
+        watch.top(tmp_path / "old")
+    (tmp_path / "folder" / "records.jsonl").mkdir(parents=True)
+    with pytest.raises(watch.NotBegunError, match="folder holds no run"):
+        watch.top(tmp_path / "folder", once=True)
     with pytest.raises(watch.NotBegunError, match="there is no such folder"):
         watch.top(tmp_path / "none", once=True)
 

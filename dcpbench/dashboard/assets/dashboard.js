@@ -15,7 +15,7 @@
     const dates = runs.date.filter(Boolean).sort();
     const span = dates.length ? `, ${[...new Set([dates[0].slice(0, 10), dates.at(-1).slice(0, 10)])].join(" to ")}` : "";
     const entries = lines.runs.reduce((sum, one) => sum + one, 0);
-    find("summary").textContent = `${counted(runs.name.length, "run")}${span} · ${counted(lines.id.length, "point")} with ${counted(entries, "result")}`;
+    find("summary").textContent = `${counted(runs.name.length, "run")}${span} · ${counted(lines.id.length, "point")} with ${counted(entries, "outcome")}`;
   }
 
   /** Show the latest changes, newest first: the points, the size, the confidence, and the two runs. */

@@ -13,7 +13,8 @@ dcp.charts = (() => {
   const LONG_LABEL = 20; // maximum characters next to a bar on a phone
   const LABEL_PIXELS = 16; // line height of small text
   const LABEL_SHARE = 0.09; // share of a panel's height that such a line takes, so that it covers no marker
-  const MIN_GAP = 0.1; // between two labels, as a share of the axis
+  const MIN_GAP = 0.1; // between two labels of points, as a share of the axis
+  const AXIS_LETTERS = 26; // that fit next to each other below an axis
   const ASIDE = 0.03; // between series of one layout that have a point at the same load, as a share of the axis
   const MARGIN = { l: 68, r: 18, t: 18, b: 53 }; // pixels of numeric axes: Plotly draws the chart twice if an axis needs more
   const { data, series, fields } = dcp.points;
@@ -50,7 +51,8 @@ dcp.charts = (() => {
     const place = log ? Math.log10 : (v) => v;
     const span = place(most) - place(least) || 1;
     const apart = [most];
-    for (const tick of ticks.slice(0, -1).reverse()) if (place(apart[0]) - place(tick) >= MIN_GAP * span) apart.unshift(tick);
+    const gap = (a, b) => ((plain(a).length + plain(b).length) / 2 / AXIS_LETTERS) * span;
+    for (const tick of ticks.slice(0, -1).reverse()) if (place(apart[0]) - place(tick) >= gap(apart[0], tick)) apart.unshift(tick);
     const margin = ticks.length === 1 ? Math.abs(place(least)) * 0.5 || 1 : span * 0.06;
     return {
       type: log ? "log" : "linear", range: [place(least) - margin, place(most) + margin], tickvals: apart,
@@ -273,7 +275,7 @@ dcp.charts = (() => {
 
   function kv(figure, points) {
     const holding = points.filter((p) => known(p.kv_tokens_per_gib));
-    const models = grouped(holding, (p) => p.model);
+    const models = grouped(holding, (p) => panelIn({ ...p, panel: p.model }, several(points)));
     const measures = [["kv_tokens_per_gib", "tokens per GiB of KV memory on each GPU"], ["kv_capacity_tokens", "tokens held in all"]];
     const panels = [...models].flatMap(([model, inside]) => measures.map(([column, words]) => {
       const real = column === "kv_capacity_tokens" ? inside.filter((p) => p.kv_bounded_by !== "sweep") : inside;
@@ -295,7 +297,10 @@ dcp.charts = (() => {
       };
     })).filter(Boolean);
     const [few, left] = limited(panels);
-    return { panels: few, items: [], note: left };
+    const drawn = new Set(holding.map((p) => p.run));
+    const others = new Set(points.filter((p) => known(p.kv_capacity_tokens) && !drawn.has(p.run)).map((p) => p.run));
+    const without = holding.length > 0 && others.size > 0 ? `Not drawn, as the memory of the KV cache is unknown: ${[...others].join(", ")}.` : "";
+    return { panels: few, items: [], note: `${without} ${left}`.trim() };
   }
 
   function phases(figure, points) {
