@@ -454,12 +454,13 @@ def _measure_started(
     from dcpbench.plan.server_spec import make_server_spec, split_layouts
     from dcpbench.points.device_probe import Probe
     from dcpbench.servers.engine_replay import ReplayOptions
-    from dcpbench.servers.presets import choose_weights, resolve_engine
+    from dcpbench.servers.presets import check_commands_differ, choose_weights, resolve_engine
     from dcpbench.servers.profile import make_traces_folder
     from dcpbench.servers.server_sweep import KeptServer, ServerSweep
 
     if not given.get("model"):
-        raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
+        source = "--engine" if options.serve_cmd is None else "--serve-cmd"
+        raise UsageError(f"{source} needs --model: a folder, or a name that the engine knows.")
     preset = resolve_engine(options.engine, options.serve_cmd, options.engine_args)
     split = [_add_default_ep(preset, one) for one in split_layouts({"tp": 1, **given})]
     weights = choose_weights(preset, str(given["model"]), options.weights)
@@ -478,6 +479,7 @@ def _measure_started(
         return _list_candidates(same, preset, model)
 
     candidates = expand(spec)
+    check_commands_differ(preset, [c.point for c in candidates if c.error is None], model)
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu_name or "")
     point_runner.record_device(run, probe)
     if run.dry_run or run.caller.part is None:

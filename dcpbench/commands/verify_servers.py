@@ -13,14 +13,14 @@ from dcpbench.commands.started_servers import check_server_limits, get_start_s
 from dcpbench.errors import ExitCode, MissingPackageError, UsageError
 from dcpbench.launch import folders
 from dcpbench.plan import option_parsers as read
-from dcpbench.points.names import EXCHANGES, FP8, UNKNOWN, format_flag
+from dcpbench.points.names import format_flag
 from dcpbench.points.redaction import format_command_line
 from dcpbench.servers.answer_collector import Questions
 from dcpbench.servers.answer_verdict import DIFFER, UNDECIDED, check_decides, check_rounds
 from dcpbench.servers.answer_verdict_text import format_report, make_table
 from dcpbench.servers.client import Target, load_api_key
 from dcpbench.servers.edge_lengths import BATCHES, DOUBLED
-from dcpbench.servers.engine_settings import ENGINE_OPTIONS, Grid, list_all_settings, parse_layouts, parse_q_replicate
+from dcpbench.servers.engine_settings import ENGINE_OPTIONS, list_all_settings, parse_grid, parse_layouts
 from dcpbench.servers.presets import resolve_engine
 from dcpbench.servers.prompt_format import ENDPOINTS
 from dcpbench.servers.request_options import parse_extra_body, parse_headers
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.commands.verify import Load, Run, ServerOptions
-    from dcpbench.points.layout import Layout
     from dcpbench.servers.engine_settings import Setting
     from dcpbench.servers.server_comparison import Report
 
@@ -143,7 +142,7 @@ def _make_check(remote: ServerOptions, given: dict[str, object], load: Load, run
     degrees = tuple(dict.fromkeys(layout.tp for layout in layouts))
     return EngineCheck(
         settings=list_all_settings(
-            engines, _make_grid(given, load.model, layouts, remote.weights), remote.variant or ()
+            engines, parse_grid({**given, "weights": remote.weights}, load.model, layouts), remote.variant or ()
         ),
         model=load.model,
         questions=questions,
@@ -152,27 +151,6 @@ def _make_check(remote: ServerOptions, given: dict[str, object], load: Load, run
         tolerance=remote.tolerance,
         start_timeout_s=get_start_s(run.timeout),
         folder=run.output or folders.choose_folder(f"verify-{'-'.join(x.name for x in engines)}", degrees),
-    )
-
-
-def _make_grid(given: dict[str, object], model: str, layouts: Sequence[Layout], weights: str | None) -> Grid:
-    exchanges = read.parse_names("exchange", given["exchange"]) if "exchange" in given else ()
-    for exchange in exchanges:
-        read.check_known("exchange", exchange, EXCHANGES)
-    kv_dtype = str(given.get("kv_dtype", ""))
-    if kv_dtype not in ("", FP8):
-        raise UsageError(f"--kv-dtype {kv_dtype}: with --engine it is fp8, or left out for the engine's default.")
-    interleave = int(str(given.get("interleave", 1)))
-    read.check_positive("interleave", interleave)
-    return Grid(
-        model=model,
-        layouts=layouts,
-        exchanges=exchanges,
-        ep=read.parse_degrees("ep", given["ep"])[0] if "ep" in given else UNKNOWN,
-        weights=weights,
-        kv_dtype=kv_dtype,
-        q_replicate=parse_q_replicate(given),
-        interleave=interleave,
     )
 
 
