@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import Group, collect_typed, make_panel, make_structured
+from dcpbench.commands.command import Group, collect_typed, list_changed, make_panel, make_structured
 from dcpbench.commands.load_options import FIND, SLO, Requests, print_load_notes, take_bounds
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import ENGINE_POLICIES, LIVE, MODES, REPLAY, format_flag
@@ -218,18 +218,18 @@ def server(
     given = read_options(run.config, SERVER_PARSERS) if run.config else {}
     given |= collect_typed(layouts, model, requests, measured, opt.Limits(timeout=run.timeout))
     bounds = take_bounds(measured.find, given, run)
-    _check_replay(replays, given)
+    _check_replay(replays, options, given)
     if replays.step_times is not None:
-        _check_no_source(options, replays.step_times)
+        _check_no_source(replays, options, run)
         return replay_step_times(replays.step_times, given, run, replays.policy or "", bounds)
-    _check_one_source(options)
+    _check_one_source(options, run)
     if options.url is not None:
         return _measure_running(options.url, options, given, run, replays, bounds)
     return _measure_started(options, given, run, replays, bounds)
 
 
-def _check_replay(replays: Replays, given: dict[str, object]) -> None:
-    """Raise UsageError for options of replays without --mode replay, or for an unknown policy."""
+def _check_replay(replays: Replays, options: Options, given: dict[str, object]) -> None:
+    """Raise UsageError for options of replays without --mode replay, --traces without a live load, or an unknown policy."""
     from dcpbench.errors import UsageError
     from dcpbench.plan.option_parsers import check_known, check_positive, parse_names
 
@@ -248,20 +248,29 @@ def _check_replay(replays: Replays, given: dict[str, object]) -> None:
         raise UsageError(
             "--step-times are replayed without a server; use --mode replay alone, or leave --step-times out."
         )
+    if options.traces is not None and LIVE not in modes:
+        raise UsageError("--traces is for loads that are sent; add --mode live,replay, or leave it out.")
     if replays.policy is not None:
         check_known("policy", replays.policy, ENGINE_POLICIES)
     if replays.token_budget is not None:
         check_positive("token_budget", replays.token_budget)
 
 
-def _check_no_source(options: Options, path: Path) -> None:
-    """Raise UsageError for an option that names a server, next to --step-times."""
+def _check_no_source(replays: Replays, options: Options, run: Run) -> None:
+    """Raise UsageError for an option about a server or its client, next to --step-times."""
     from dcpbench.errors import UsageError
 
-    sources = {"--url": options.url, "--engine": options.engine, "--serve-cmd": options.serve_cmd}
-    if given := [name for name, value in sources.items() if value is not None]:
+    limits = run.timeout or Timeout()
+    others = {
+        "--token-budget": replays.token_budget,
+        "--gpu": run.gpu,
+        "--timeout stall": limits.stall,
+        "--timeout start": limits.start,
+    }
+    given = [*list_changed(options), *(name for name, value in others.items() if value is not None)]
+    if given:
         raise UsageError(
-            f"--step-times {path} needs no server; leave out {given[0]}, or measure its steps without --step-times."
+            f"--step-times {replays.step_times} needs no server; leave out {given[0]}, or measure its steps without --step-times."
         )
 
 
@@ -360,8 +369,8 @@ def _make_search(
     return LoadSearch(bounds=limited, slo=spec.settings.slo, expand=expand_load, one_by_one=one_by_one)
 
 
-def _check_one_source(options: Options) -> None:
-    """Raise UsageError unless exactly one of --url, --engine and --serve-cmd is given."""
+def _check_one_source(options: Options, run: Run) -> None:
+    """Raise UsageError unless exactly one of --url, --engine and --serve-cmd is given, and for options that do not apply to it."""
     from dcpbench.errors import UsageError
 
     sources = {"--url": options.url, "--engine": options.engine, "--serve-cmd": options.serve_cmd}
@@ -376,9 +385,12 @@ def _check_one_source(options: Options) -> None:
             f"{given[1]} starts a server, and --url measures one that runs already; leave out --url {options.url} to start "
             f"one, or leave out {given[1]}."
         )
-    started = {"--weights": options.weights, "--engine-args": options.engine_args}
+    limits = run.timeout or Timeout()
+    started = {"--weights": options.weights, "--engine-args": options.engine_args, "--timeout start": limits.start}
     if options.url is not None and (alone := [name for name, value in started.items() if value is not None]):
         raise UsageError(f"{alone[0]} is for servers that dcpbench starts; leave it out with --url.")
+    if options.url is None and run.gpu_count is not None:
+        raise UsageError("--gpu count is for --url; a server that dcpbench starts has the GPUs of --tp.")
 
 
 def _measure_running(
@@ -571,6 +583,10 @@ def _make_client_config(url: str, options: Options, run: opt.Run, tp: int) -> "C
     if client.processes is not None and not 1 <= client.processes <= MAX_CLIENT_PROCESSES:
         raise UsageError(
             f"--client processes={client.processes} cannot be; write 1 to {MAX_CLIENT_PROCESSES}, or leave it out."
+        )
+    if run.gpu_count is not None and run.gpu_count < max(tp, 1):
+        raise UsageError(
+            f"--gpu count={run.gpu_count}: a server has at least {max(tp, 1)}; write count={max(tp, 1)} or more."
         )
     headers, extra_body = parse_headers(options.header or ()), parse_extra_body(options.extra_body)
     key = load_api_key(options.api_key_env)

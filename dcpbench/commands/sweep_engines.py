@@ -21,7 +21,7 @@ from dcpbench.measuring.gpu_state import find_visible_gpus
 from dcpbench.plan import option_parsers as read
 from dcpbench.plan.command_line import get_typed_command
 from dcpbench.plan.grid import Candidate
-from dcpbench.plan.spec import PARSERS, get_defaults
+from dcpbench.plan.spec import DEVICES, PARSERS, get_defaults
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.names import format_flag
 from dcpbench.points.settings import Settings
@@ -110,7 +110,7 @@ def _check_options(engines: Engines, given: Mapping[str, object], run: RunOnMach
     machine |= {"--timeout retries": (run.timeout and run.timeout.retries) or None}
     if wrong := [name for name, value in machine.items() if value is not None]:
         raise UsageError(f"{wrong[0]} is for jobs of dcpbench's own engine; leave it out with --engine.")
-    read.check_known("device", run.device, ("auto", "cuda", "cpu"))
+    read.check_known("device", run.device, DEVICES)
     check_server_limits(run.timeout)
     if engines.traces is not None and given.get("profile") is False:
         raise UsageError(

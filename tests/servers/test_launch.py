@@ -458,6 +458,7 @@ def test_invalid_engine_file_raises_usage_error(content: str, message: str, tmp_
         ("--serve-cmd x --model m", "has no {port}"),
         ("--serve-cmd x'{port} --model m", "close every quote"),
         ("--serve-cmd {port}", "--serve-cmd needs --model"),
+        ("--engine vllm --model m --gpu count=8", "--gpu count is for --url"),
         ("--engine vllm --model m,n", "--model m,n: a server has one value"),
         (
             "--engine vllm --model m --backend triton",
