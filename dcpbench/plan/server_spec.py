@@ -176,7 +176,7 @@ def _parse_layout(typed: Mapping[str, object]) -> dict[str, int]:
     if "tp" not in typed:
         if typed:
             given = format_list([format_flag(name) for name in typed])
-            raise UsageError(f"{given} without --tp: say how many GPUs the server has, for example --tp 8.")
+            raise UsageError(f"{given} without --tp: add the number of the server's GPUs, for example --tp 8.")
         return dict.fromkeys(DEGREES, 0)
     return {name: cast("int", typed.get(name, 1)) for name in DEGREES}
 
