@@ -298,7 +298,7 @@ VLLMS = """(EngineCore_0 pid=7) ERROR 11-23 AssertionError: DCP not supported fo
             "a.ValidationError: 1 validation error for VllmConfig\n  Value error, DCP needs more heads [type=value_error, x]\n    more",
             "a.ValidationError: 1 validation error for VllmConfig: Value error, DCP needs more heads",
         ),
-        ("", "it wrote nothing"),
+        ("", "no output"),
     ],
 )
 def test_reason_quotes_the_root_cause_in_the_server_log(log: str, reason: str) -> None:
