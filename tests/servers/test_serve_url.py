@@ -156,7 +156,7 @@ def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capt
     [
         ("--backend triton", "--backend is an option of `dcpbench serve`, which measures dcpbench's own engine."),
         ("--tp 4,8", "a server has one value"),
-        ("--dcp 8", "say how many GPUs the server has, for example --tp 8"),
+        ("--dcp 8", "add the number of the server's GPUs, for example --tp 8"),
         ("--nodes 2", "--nodes is an option of `dcpbench serve`, which measures dcpbench's own engine."),
         ("--endpoint embeddings", "embeddings"),
         ("--timeout 0", "--timeout 0 is not a positive number"),
