@@ -1,6 +1,8 @@
 """Implement `dcpbench server`: measure vLLM, SGLang and other servers over a grid of layouts and loads."""
 
+import dataclasses
 import functools
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -354,8 +356,6 @@ def _make_search(
     one_by_one: bool = False,
 ) -> "LoadSearch | None":
     """Return the search for the highest load of servers, for several layouts `one_by_one` or in turn; None without bounds."""
-    import dataclasses
-
     from dcpbench.commands.find_loads import LoadSearch
     from dcpbench.plan.load_search import limit_clients, set_load
 
@@ -460,7 +460,7 @@ def _measure_started(
 ) -> int:
     """Start a server for each layout and each combination of flags, and measure all loads on it; with `bounds`, search the load."""
     from dcpbench.commands import point_runner
-    from dcpbench.commands.started_servers import check_program, get_start_s, print_commands
+    from dcpbench.commands.started_servers import check_programs, get_start_s, list_commands, print_commands
     from dcpbench.errors import UsageError
     from dcpbench.launch import folders
     from dcpbench.plan.server_spec import make_server_spec, split_layouts
@@ -485,8 +485,6 @@ def _measure_started(
     tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
 
     def expand(changed: "ServerSpec") -> "list[Candidate]":
-        import dataclasses
-
         same = [dataclasses.replace(one, loads=changed.loads, repeats=changed.repeats) for one in specs]
         return _list_candidates(same, preset, model)
 
@@ -498,9 +496,9 @@ def _measure_started(
         print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
     if point_runner.finish_if_planned(candidates, probe, run):
         if not run.as_json:
-            print_commands(candidates, preset, model, str(options.traces or ""))
+            print_commands(list_commands(candidates, preset, model, str(options.traces or "")))
         return 0
-    check_program(candidates, preset, model)
+    check_programs(preset, list_commands(candidates, preset, model))
     if options.traces is not None:
         make_traces_folder(options.traces)
     folder = run.output or folders.choose_folder(f"{preset.name}-{Path(model).name}", tps)
@@ -527,9 +525,6 @@ def _measure_started(
 
 def _list_candidates(specs: "Sequence[ServerSpec]", preset: "Engine", model: str) -> "list[Candidate]":
     """Return the points of all servers; those with an option that the engine lacks are rejected."""
-    import dataclasses
-    import itertools
-
     found = []
     for spec, settings in itertools.product(specs, preset.list_labels()):
         for candidate in spec.make_candidates(preset.name, model, settings):
@@ -541,8 +536,6 @@ def _list_candidates(specs: "Sequence[ServerSpec]", preset: "Engine", model: str
 
 def _reject_replays(candidates: "Sequence[Candidate]") -> "list[Candidate]":
     """Return the candidates; those that would be replayed in a layout that no policy models are rejected."""
-    import dataclasses
-
     from dcpbench.servers.engine_replay import find_unsupported
     from dcpbench.servers.measure import is_replay
 

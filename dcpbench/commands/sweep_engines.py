@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, cast
 
 from dcpbench.commands import point_runner
 from dcpbench.commands.started_servers import (
-    check_program,
+    check_programs,
     check_server_limits,
     get_request_s,
     get_start_s,
+    list_commands,
     print_commands,
 )
 from dcpbench.errors import DcpbenchError, UsageError
@@ -68,9 +69,9 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
     rates = {} if run.caller.elsewhere is not None else _read_rates(engines, max(tps), cpu=cpu)
     if point_runner.finish_if_planned(candidates, probe, run):
         if not run.as_json:
-            print_commands(candidates, engine, model, "TRACES" if settings.profile else "")
+            print_commands(list_commands(candidates, engine, model, "TRACES" if settings.profile else ""))
         return 0
-    check_program(candidates, engine, model)
+    check_programs(engine, list_commands(candidates, engine, model))
     folder = run.output or folders.choose_folder(f"{engine.name}-{Path(model).name}", tps)
     config = _make_client_config(run, cpu=cpu)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dcpbench.commands import point_runner
-from dcpbench.commands.started_servers import check_server_limits, get_start_s
-from dcpbench.errors import ExitCode, MissingPackageError, UsageError
+from dcpbench.commands.started_servers import check_programs, check_server_limits, get_start_s
+from dcpbench.errors import ExitCode, UsageError
 from dcpbench.launch import folders
 from dcpbench.plan import option_parsers as read
 from dcpbench.plan.spec import DEVICES
@@ -87,7 +86,8 @@ def compare_engines(remote: ServerOptions, given: dict[str, object], load: Load,
     if run.dry_run:
         _print_plan(check.settings, commands, run)
         return 0
-    _check_programs(check.settings, check.model)
+    for setting in check.settings:
+        check_programs(setting.engine, [setting.make_command(check.model, 0)])
     _check_output(check.folder, force=run.force)
     folders.make_folder(check.folder)
     stopped: KeyboardInterrupt | None = None
@@ -184,17 +184,6 @@ def _read_numbers(name: str, text: str | None) -> list[int] | None:
     for value in found:
         read.check_positive(name, value)
     return found
-
-
-def _check_programs(settings: Sequence[Setting], model: str) -> None:
-    """Raise MissingPackageError if the program of an engine is not installed."""
-    for setting in settings:
-        program = setting.make_command(model, 0)[0]
-        if shutil.which(program, path=setting.engine.env.get("PATH")) is None:
-            raise MissingPackageError(
-                f"{setting.engine.name} cannot be started: there is no program {program} here; install it, or begin PATH with "
-                "the folder that holds it."
-            )
 
 
 def _print_plan(settings: Sequence[Setting], commands: Sequence[str], run: Run) -> None:

@@ -59,26 +59,11 @@ if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
     from dcpbench.points.point import Point
 
-PLACEHOLDER_NAMES = (
-    "model",
-    "host",
-    "port",
-    "tp",
-    "dp",
-    "dcp",
-    "pp",
-    "pcp",
-    "attn_tp",
-    "exchange",
-    "interleave",
-    "nnodes",
-)
+PLACEHOLDER_NAMES = ("model", "host", "port", *DEGREES, *OUTER_DEGREES, "attn_tp", "exchange", "interleave", "nnodes")
 TRACES = "traces"  # further name in the profiler's flags: the folder of --traces
 EXAMPLE = "--serve-cmd 'vllm serve {model} --host {host} --port {port} --tensor-parallel-size {tp}'"
 LAYOUT = (
-    "tp",
-    "dp",
-    "dcp",
+    *DEGREES,
     *OUTER_DEGREES,
     "ep",
     "exchange",
@@ -193,9 +178,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "model": model,
             "host": host,
             "port": port,
-            "tp": point.tp or 1,
-            "dp": point.dp or 1,
-            "dcp": point.dcp or 1,
+            **{name: getattr(point, name) or 1 for name in DEGREES},
             **{name: getattr(point, name) for name in OUTER_DEGREES},
             "attn_tp": max(point.tp, 1) // max(point.dp, 1),
             "exchange": exchange,
@@ -204,10 +187,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             TRACES: traces,
         }
         present = {
-            "tp": max(point.tp, 1) > 1,
-            "dp": point.dp > 1,
-            "dcp": point.dcp > 1,
-            **{name: getattr(point, name) > 1 for name in OUTER_DEGREES},
+            **{name: getattr(point, name) > 1 for name in (*DEGREES, *OUTER_DEGREES)},
             "ep": point.ep not in (MOE_TP, UNKNOWN),
             "exchange": bool(exchange) and point.dcp > 1,
             "q_replicate": point.q_replicate and point.dcp > 1,
