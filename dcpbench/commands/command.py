@@ -120,6 +120,16 @@ def collect_typed(*groups: object) -> dict[str, object]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
 
 
+def list_changed(group: Group) -> list[str]:
+    """Return the options of a group that are not at their defaults, such as `--api-key-env`."""
+    declared = {name: getattr(type(group), name) for name in get_type_hints(type(group))}
+    return [
+        option.param_decls[-1] if option.param_decls else "--" + name.replace("_", "-")
+        for name, option in declared.items()
+        if isinstance(option, OptionInfo) and getattr(group, name) != option.default
+    ]
+
+
 def _make_flat(function: Callable[..., int]) -> Callable[..., None]:
     """Return the function with one parameter for each option, for Typer to read from its signature."""
     taken: dict[str, inspect.Parameter] = {}

@@ -9,47 +9,45 @@ from dcpbench.commands.command import Group, make_panel
 from dcpbench.errors import ExitCode
 from dcpbench.show.terminal import print_stderr
 
-LAYOUT = make_panel("What the engine ran on, if its file does not say it")
+LAYOUT = make_panel("Facts that the result files lack")
 
 
 class Engine(Group):
     """Hold the options for facts that result files do not contain."""
 
-    model: str | None = LAYOUT("Name of the model. Default: as the file says.", metavar="NAME")
+    model: str | None = LAYOUT("Name of the model. Default: that of the file.", metavar="NAME")
     tp: int | None = LAYOUT(
         "GPUs that shared one copy of the model: of vLLM tensor-parallel-size × data-parallel-size, of SGLang tp-size. "
-        "Default: as the file or its name says, else unknown, with no figures per GPU.",
+        "Default: from the file or its name, else unknown, with no figures per GPU.",
         metavar="N",
     )
     dp: int | None = LAYOUT(
-        "With --tp: attention data parallel replicas inside tp. Default: as the file or its name says, else 1.",
+        "With --tp: attention data parallel replicas inside tp. Default: from the file or its name, else 1.",
         metavar="N",
     )
     dcp: int | None = LAYOUT(
-        "With --tp: ranks that share the KV cache of one request. Default: as the file or its name says, else 1.",
+        "With --tp: ranks that share the KV cache of one request. Default: from the file or its name, else 1.",
         metavar="N",
     )
     pp: int | None = LAYOUT(
-        "With --tp: pipeline stages, each on its own tp GPUs. Default: as the file or its name says, else 1.",
+        "With --tp: pipeline stages, each on its own tp GPUs. Default: from the file or its name, else 1.",
         metavar="N",
     )
     pcp: int | None = LAYOUT(
-        "With --tp: vLLM's prefill-context-parallel ranks, each on its own tp GPUs. Default: as the file or its name "
-        "says, else 1.",
+        "With --tp: vLLM's prefill-context-parallel ranks, each on its own tp GPUs. Default: from the file or its "
+        "name, else 1.",
         metavar="N",
     )
-    gpu: str | None = LAYOUT(
-        "Hardware, such as 'NVIDIA H200'. Default: as the file says, else unknown.", metavar="NAME"
-    )
+    gpu: str | None = LAYOUT("Hardware, such as 'NVIDIA H200'. Default: from the file, else unknown.", metavar="NAME")
     dtype: str | None = LAYOUT(
-        "Precision of weights, such as bf16 or fp8. Default: as the file says, else unknown.", metavar="NAME"
+        "Precision of weights, such as bf16 or fp8. Default: from the file, else unknown.", metavar="NAME"
     )
     input_len: int | None = LAYOUT(
-        "Requested prompt tokens. Default: as the file or its name says, else their average.",
+        "Requested prompt tokens. Default: from the file or its name, else their average.",
         metavar="N",
     )
     output_len: int | None = LAYOUT(
-        "Requested output tokens. Default: as the file or its name says, else their average.", metavar="N"
+        "Requested output tokens. Default: from the file or its name, else their average.", metavar="N"
     )
 
 

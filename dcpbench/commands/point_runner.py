@@ -22,8 +22,8 @@ from dcpbench.launch.nodes import get_secret, split_endpoint
 from dcpbench.launch.stopping import print_when_stopped
 from dcpbench.plan import grid
 from dcpbench.plan.command_line import get_typed_command
-from dcpbench.plan.option_parsers import check_seconds, format_value
-from dcpbench.plan.spec import make_planned_probe, select_device
+from dcpbench.plan.option_parsers import check_known, check_seconds, format_value
+from dcpbench.plan.spec import DEVICES, make_planned_probe, select_device
 from dcpbench.points.layout import MAX_RANKS, Layout
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import RecordFile, check_point
@@ -233,6 +233,7 @@ def check_run(run: Run) -> None:
 def check_server_run(run: Run) -> None:
     """Raise UsageError if the options of a command that measures a server contradict each other."""
     _check_folder_options(run)
+    check_known("device", run.device, DEVICES)
     _check_gpu_device(run)
 
 

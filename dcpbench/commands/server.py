@@ -1,11 +1,13 @@
 """Implement `dcpbench server`: measure vLLM, SGLang and other servers over a grid of layouts and loads."""
 
+import dataclasses
 import functools
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import Group, collect_typed, make_panel, make_structured
+from dcpbench.commands.command import Group, collect_typed, list_changed, make_panel, make_structured
 from dcpbench.commands.load_options import FIND, SLO, Requests, print_load_notes, take_bounds
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import ENGINE_POLICIES, LIVE, MODES, REPLAY, format_flag
@@ -218,18 +220,18 @@ def server(
     given = read_options(run.config, SERVER_PARSERS) if run.config else {}
     given |= collect_typed(layouts, model, requests, measured, opt.Limits(timeout=run.timeout))
     bounds = take_bounds(measured.find, given, run)
-    _check_replay(replays, given)
+    _check_replay(replays, options, given)
     if replays.step_times is not None:
-        _check_no_source(options, replays.step_times)
+        _check_no_source(replays, options, run)
         return replay_step_times(replays.step_times, given, run, replays.policy or "", bounds)
-    _check_one_source(options)
+    _check_one_source(options, run)
     if options.url is not None:
         return _measure_running(options.url, options, given, run, replays, bounds)
     return _measure_started(options, given, run, replays, bounds)
 
 
-def _check_replay(replays: Replays, given: dict[str, object]) -> None:
-    """Raise UsageError for options of replays without --mode replay, or for an unknown policy."""
+def _check_replay(replays: Replays, options: Options, given: dict[str, object]) -> None:
+    """Raise UsageError for options of replays without --mode replay, --traces without a live load, or an unknown policy."""
     from dcpbench.errors import UsageError
     from dcpbench.plan.option_parsers import check_known, check_positive, parse_names
 
@@ -248,20 +250,29 @@ def _check_replay(replays: Replays, given: dict[str, object]) -> None:
         raise UsageError(
             "--step-times are replayed without a server; use --mode replay alone, or leave --step-times out."
         )
+    if options.traces is not None and LIVE not in modes:
+        raise UsageError("--traces is for loads that are sent; add --mode live,replay, or leave it out.")
     if replays.policy is not None:
         check_known("policy", replays.policy, ENGINE_POLICIES)
     if replays.token_budget is not None:
         check_positive("token_budget", replays.token_budget)
 
 
-def _check_no_source(options: Options, path: Path) -> None:
-    """Raise UsageError for an option that names a server, next to --step-times."""
+def _check_no_source(replays: Replays, options: Options, run: Run) -> None:
+    """Raise UsageError for an option about a server or its client, next to --step-times."""
     from dcpbench.errors import UsageError
 
-    sources = {"--url": options.url, "--engine": options.engine, "--serve-cmd": options.serve_cmd}
-    if given := [name for name, value in sources.items() if value is not None]:
+    limits = run.timeout or Timeout()
+    others = {
+        "--token-budget": replays.token_budget,
+        "--gpu": run.gpu,
+        "--timeout stall": limits.stall,
+        "--timeout start": limits.start,
+    }
+    given = [*list_changed(options), *(name for name, value in others.items() if value is not None)]
+    if given:
         raise UsageError(
-            f"--step-times {path} needs no server; leave out {given[0]}, or measure its steps without --step-times."
+            f"--step-times {replays.step_times} needs no server; leave out {given[0]}, or measure its steps without --step-times."
         )
 
 
@@ -345,8 +356,6 @@ def _make_search(
     one_by_one: bool = False,
 ) -> "LoadSearch | None":
     """Return the search for the highest load of servers, for several layouts `one_by_one` or in turn; None without bounds."""
-    import dataclasses
-
     from dcpbench.commands.find_loads import LoadSearch
     from dcpbench.plan.load_search import limit_clients, set_load
 
@@ -360,8 +369,8 @@ def _make_search(
     return LoadSearch(bounds=limited, slo=spec.settings.slo, expand=expand_load, one_by_one=one_by_one)
 
 
-def _check_one_source(options: Options) -> None:
-    """Raise UsageError unless exactly one of --url, --engine and --serve-cmd is given."""
+def _check_one_source(options: Options, run: Run) -> None:
+    """Raise UsageError unless exactly one of --url, --engine and --serve-cmd is given, and for options that do not apply to it."""
     from dcpbench.errors import UsageError
 
     sources = {"--url": options.url, "--engine": options.engine, "--serve-cmd": options.serve_cmd}
@@ -376,9 +385,12 @@ def _check_one_source(options: Options) -> None:
             f"{given[1]} starts a server, and --url measures one that runs already; leave out --url {options.url} to start "
             f"one, or leave out {given[1]}."
         )
-    started = {"--weights": options.weights, "--engine-args": options.engine_args}
+    limits = run.timeout or Timeout()
+    started = {"--weights": options.weights, "--engine-args": options.engine_args, "--timeout start": limits.start}
     if options.url is not None and (alone := [name for name, value in started.items() if value is not None]):
         raise UsageError(f"{alone[0]} is for servers that dcpbench starts; leave it out with --url.")
+    if options.url is None and run.gpu_count is not None:
+        raise UsageError("--gpu count is for --url; a server that dcpbench starts has the GPUs of --tp.")
 
 
 def _measure_running(
@@ -448,18 +460,19 @@ def _measure_started(
 ) -> int:
     """Start a server for each layout and each combination of flags, and measure all loads on it; with `bounds`, search the load."""
     from dcpbench.commands import point_runner
-    from dcpbench.commands.started_servers import check_program, get_start_s, print_commands
+    from dcpbench.commands.started_servers import check_programs, get_start_s, list_commands, print_commands
     from dcpbench.errors import UsageError
     from dcpbench.launch import folders
     from dcpbench.plan.server_spec import make_server_spec, split_layouts
     from dcpbench.points.device_probe import Probe
     from dcpbench.servers.engine_replay import ReplayOptions
-    from dcpbench.servers.presets import choose_weights, resolve_engine
+    from dcpbench.servers.presets import check_commands_differ, choose_weights, resolve_engine
     from dcpbench.servers.profile import make_traces_folder
     from dcpbench.servers.server_sweep import KeptServer, ServerSweep
 
     if not given.get("model"):
-        raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
+        source = "--engine" if options.serve_cmd is None else "--serve-cmd"
+        raise UsageError(f"{source} needs --model: a folder, or a name that the engine knows.")
     preset = resolve_engine(options.engine, options.serve_cmd, options.engine_args)
     split = [_add_default_ep(preset, one) for one in split_layouts({"tp": 1, **given})]
     weights = choose_weights(preset, str(given["model"]), options.weights)
@@ -472,21 +485,20 @@ def _measure_started(
     tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
 
     def expand(changed: "ServerSpec") -> "list[Candidate]":
-        import dataclasses
-
         same = [dataclasses.replace(one, loads=changed.loads, repeats=changed.repeats) for one in specs]
         return _list_candidates(same, preset, model)
 
     candidates = expand(spec)
+    check_commands_differ(preset, [c.point for c in candidates if c.error is None], model)
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu_name or "")
     point_runner.record_device(run, probe)
     if run.dry_run or run.caller.part is None:
         print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
     if point_runner.finish_if_planned(candidates, probe, run):
         if not run.as_json:
-            print_commands(candidates, preset, model, str(options.traces or ""))
+            print_commands(list_commands(candidates, preset, model, str(options.traces or "")))
         return 0
-    check_program(candidates, preset, model)
+    check_programs(preset, list_commands(candidates, preset, model))
     if options.traces is not None:
         make_traces_folder(options.traces)
     folder = run.output or folders.choose_folder(f"{preset.name}-{Path(model).name}", tps)
@@ -513,9 +525,6 @@ def _measure_started(
 
 def _list_candidates(specs: "Sequence[ServerSpec]", preset: "Engine", model: str) -> "list[Candidate]":
     """Return the points of all servers; those with an option that the engine lacks are rejected."""
-    import dataclasses
-    import itertools
-
     found = []
     for spec, settings in itertools.product(specs, preset.list_labels()):
         for candidate in spec.make_candidates(preset.name, model, settings):
@@ -527,8 +536,6 @@ def _list_candidates(specs: "Sequence[ServerSpec]", preset: "Engine", model: str
 
 def _reject_replays(candidates: "Sequence[Candidate]") -> "list[Candidate]":
     """Return the candidates; those that would be replayed in a layout that no policy models are rejected."""
-    import dataclasses
-
     from dcpbench.servers.engine_replay import find_unsupported
     from dcpbench.servers.measure import is_replay
 
@@ -569,6 +576,10 @@ def _make_client_config(url: str, options: Options, run: opt.Run, tp: int) -> "C
     if client.processes is not None and not 1 <= client.processes <= MAX_CLIENT_PROCESSES:
         raise UsageError(
             f"--client processes={client.processes} cannot be; write 1 to {MAX_CLIENT_PROCESSES}, or leave it out."
+        )
+    if run.gpu_count is not None and run.gpu_count < max(tp, 1):
+        raise UsageError(
+            f"--gpu count={run.gpu_count}: a server has at least {max(tp, 1)}; write count={max(tp, 1)} or more."
         )
     headers, extra_body = parse_headers(options.header or ()), parse_extra_body(options.extra_body)
     key = load_api_key(options.api_key_env)

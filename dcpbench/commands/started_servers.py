@@ -11,7 +11,7 @@ from dcpbench.points import redaction
 from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from dcpbench.plan.grid import Candidate
     from dcpbench.points.structured_options import Timeout
@@ -38,22 +38,23 @@ def check_server_limits(limits: Timeout | None) -> None:
     check_seconds("--timeout start", get_start_s(limits), int(START_S))
 
 
-def print_commands(candidates: Sequence[Candidate], engine: Engine, model: str, traces: str) -> None:
-    """Print the command of each server, for --dry-run."""
+def list_commands(candidates: Sequence[Candidate], engine: Engine, model: str, traces: str = "") -> list[list[str]]:
+    """Return the command of the server of each point that can run."""
     points = [candidate.point for candidate in candidates if candidate.error is None]
-    commands = (engine.make_command(p, engine.find_settings(p), model, 0, traces=traces) for p in points)
+    return [engine.make_command(p, engine.find_settings(p), model, 0, traces=traces) for p in points]
+
+
+def print_commands(commands: Iterable[Sequence[str]]) -> None:
+    """Print each command once, for --dry-run."""
     for command in dict.fromkeys(map(redaction.format_command_line, commands)):
         print_stderr(command)
 
 
-def check_program(candidates: Sequence[Candidate], engine: Engine, model: str) -> None:
-    """Raise MissingPackageError if the program of the engine's command is not on PATH."""
-    point = next((candidate.point for candidate in candidates if candidate.error is None), None)
-    if point is None:
-        return
-    program = engine.make_command(point, engine.find_settings(point), model, 0)[0]
-    if shutil.which(program, path=engine.env.get("PATH")) is None:
-        raise MissingPackageError(
-            f"{engine.name} cannot be started: there is no program {program} here; install it, or begin PATH with the "
-            "folder that holds it."
-        )
+def check_programs(engine: Engine, commands: Iterable[Sequence[str]]) -> None:
+    """Raise MissingPackageError if a program of the engine's commands is not on PATH."""
+    for program in dict.fromkeys(command[0] for command in commands):
+        if shutil.which(program, path=engine.env.get("PATH")) is None:
+            raise MissingPackageError(
+                f"{engine.name} cannot be started: there is no program {program} here; install it, or begin PATH with the "
+                "folder that holds it."
+            )

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, cast
 
 from dcpbench.commands import point_runner
 from dcpbench.commands.started_servers import (
-    check_program,
+    check_programs,
     check_server_limits,
     get_request_s,
     get_start_s,
+    list_commands,
     print_commands,
 )
 from dcpbench.errors import DcpbenchError, UsageError
@@ -21,17 +22,16 @@ from dcpbench.measuring.gpu_state import find_visible_gpus
 from dcpbench.plan import option_parsers as read
 from dcpbench.plan.command_line import get_typed_command
 from dcpbench.plan.grid import Candidate
-from dcpbench.plan.spec import PARSERS, get_defaults
+from dcpbench.plan.spec import DEVICES, PARSERS, get_defaults
 from dcpbench.points.device_probe import Probe
-from dcpbench.points.expert_distribution import EVEN
-from dcpbench.points.names import FP8, UNKNOWN, format_flag
+from dcpbench.points.names import format_flag
 from dcpbench.points.settings import Settings
 from dcpbench.records.record import CPU
 from dcpbench.servers.client import KEY_VARIABLE, Target, load_api_key
 from dcpbench.servers.engine_flags import read_limits
-from dcpbench.servers.engine_settings import ENGINE_OPTIONS, Grid, list_decode_points, parse_layouts, parse_q_replicate
+from dcpbench.servers.engine_settings import ENGINE_OPTIONS, list_decode_points, parse_grid, parse_layouts
 from dcpbench.servers.measure import ClientConfig
-from dcpbench.servers.presets import resolve_engine, use_step_profiler
+from dcpbench.servers.presets import check_commands_differ, resolve_engine, use_step_profiler
 from dcpbench.servers.profile import make_traces_folder
 from dcpbench.servers.server_sweep import ServerSweep
 from dcpbench.servers.step_floors import read_rates
@@ -59,6 +59,7 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
     model = _parse_model(given)
     cpu = run.device == "cpu"
     candidates = _list_candidates(engine, model, given, cpu=cpu)
+    check_commands_differ(engine, [c.point for c in candidates if c.error is None], model)
     if point_runner.is_values_only(run, ()):
         return 0
     tps = tuple(dict.fromkeys(c.point.tp for c in candidates))
@@ -68,9 +69,9 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
     rates = {} if run.caller.elsewhere is not None else _read_rates(engines, max(tps), cpu=cpu)
     if point_runner.finish_if_planned(candidates, probe, run):
         if not run.as_json:
-            print_commands(candidates, engine, model, "TRACES" if settings.profile else "")
+            print_commands(list_commands(candidates, engine, model, "TRACES" if settings.profile else ""))
         return 0
-    check_program(candidates, engine, model)
+    check_programs(engine, list_commands(candidates, engine, model))
     folder = run.output or folders.choose_folder(f"{engine.name}-{Path(model).name}", tps)
     config = _make_client_config(run, cpu=cpu)
 
@@ -110,7 +111,7 @@ def _check_options(engines: Engines, given: Mapping[str, object], run: RunOnMach
     machine |= {"--timeout retries": (run.timeout and run.timeout.retries) or None}
     if wrong := [name for name, value in machine.items() if value is not None]:
         raise UsageError(f"{wrong[0]} is for jobs of dcpbench's own engine; leave it out with --engine.")
-    read.check_known("device", run.device, ("auto", "cuda", "cpu"))
+    read.check_known("device", run.device, DEVICES)
     check_server_limits(run.timeout)
     if engines.traces is not None and given.get("profile") is False:
         raise UsageError(
@@ -146,7 +147,12 @@ def _list_candidates(engine: Engine, model: str, given: Mapping[str, object], *,
     }
     repeats = cast("int", PARSERS["repeats"]("repeats", given.get("repeats", 1)))
     read.check_positive("repeats", repeats)
-    points = list_decode_points(engine, _make_grid(given, model), counts["concurrency"], counts["context"], repeats)
+    layouts = parse_layouts(given)
+    if given.get("baseline") is False and "dcp" not in given:
+        layouts = [layout for layout in layouts if layout.dcp == layout.attn_tp]
+    points = list_decode_points(
+        engine, parse_grid(given, model, layouts), counts["concurrency"], counts["context"], repeats
+    )
     return [Candidate(point=point, error=_find_error(engine, point, model)) for point in points]
 
 
@@ -171,39 +177,6 @@ def _find_error(engine: Engine, point: Point, model: str) -> DcpbenchError | Non
 def _read_limits(engine: Engine, point: Point, model: str) -> ServerLimits:
     """Return the limits that the command of a point's server states. Raise UsageError if the engine cannot run it."""
     return read_limits(engine.make_command(point, engine.find_settings(point), model, 0), point.dp, point.dcp)
-
-
-def _make_grid(given: Mapping[str, object], model: str) -> Grid:
-    """Return the layouts and what all of them share."""
-    exchanges = read.parse_names("exchange", given["exchange"]) if "exchange" in given else ()
-    kv_dtypes = read.parse_names("kv_dtype", given["kv_dtype"]) if "kv_dtype" in given else ("",)
-    if kv_dtypes not in (("",), (FP8,)):
-        raise UsageError(
-            f"--kv-dtype {','.join(kv_dtypes)}: with --engine it is fp8, or left out for the engine's default."
-        )
-    interleave = int(str(given.get("interleave", 1)))
-    read.check_positive("interleave", interleave)
-    eps = read.parse_degrees("ep", given["ep"]) if "ep" in given else (UNKNOWN,)
-    if len(eps) > 1:
-        raise UsageError(f"--ep {','.join(eps)}: with --engine it has one value; measure the other by another command.")
-    routings = read.parse_routings("routing", given.get("routing", EVEN))
-    if len(routings) > 1:
-        raise UsageError("--routing: with --engine it has one value; measure the others by further commands.")
-    weights = given.get("weights")
-    layouts = parse_layouts(given)
-    if given.get("baseline") is False and "dcp" not in given:
-        layouts = [layout for layout in layouts if layout.dcp == layout.attn_tp]
-    return Grid(
-        model=model,
-        layouts=layouts,
-        exchanges=exchanges,
-        ep=eps[0],
-        weights=None if weights is None else str(weights),
-        kv_dtype=kv_dtypes[0],
-        q_replicate=parse_q_replicate(given),
-        interleave=interleave,
-        routing=routings[0],
-    )
 
 
 def _read_rates(engines: Engines, gpus: int, *, cpu: bool) -> dict[int, Rates]:

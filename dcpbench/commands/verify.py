@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import Group, collect_typed, make_panel, make_structured
+from dcpbench.commands.command import Group, collect_typed, list_changed, make_panel, make_structured
 from dcpbench.errors import ExitCode
 from dcpbench.points.structured_options import Timeout
 from dcpbench.servers.edge_lengths import MAX_CONTEXT
@@ -90,9 +90,8 @@ class ServerOptions(Group):
         "else model.",
         metavar="NAME",
     )
-    max_context: int = SERVERS(
-        "With --engine, without --context: maximum number of tokens of a prompt and its answer together.",
-        default=MAX_CONTEXT,
+    max_context: int | None = SERVERS(
+        f"With --engine, without --context: maximum number of tokens of a prompt and its answer together. Default: {MAX_CONTEXT}.",
         metavar="N",
         min=1,
     )
@@ -174,9 +173,7 @@ def verify(layouts: Layouts, load: Load, how: opt.LayerOptions, remote: ServerOp
         from dcpbench.commands.verify_servers import compare_engines
 
         return compare_engines(remote, collect_typed(layouts, how, load), load, run)
-    own = {"--variant": remote.variant, "--engine-args": remote.engine_args, "--weights": remote.weights}
-    if alone := [name for name, value in own.items() if value is not None]:
-        raise UsageError(f"{alone[0]} needs an engine that is started; add for example --engine vllm.")
+    _check_servers(remote, run)
     if remote.url:
         from dcpbench.commands.verify_servers import compare_servers
 
@@ -210,6 +207,23 @@ def verify(layouts: Layouts, load: Load, how: opt.LayerOptions, remote: ServerOp
             point_runner.print_start(candidates, points, folder, probe, cpu_note=False)
             point_runner.run_points(points, msgspec.structs.replace(work, lock=lock), run)
         return _print_checks(points, folder, run)
+
+
+def _check_servers(remote: ServerOptions, run: Run) -> None:
+    """Raise UsageError for an option that needs a started engine, or, without --url, any server."""
+    from dcpbench.errors import UsageError
+
+    started = {
+        "--variant": remote.variant,
+        "--engine-args": remote.engine_args,
+        "--weights": remote.weights,
+        "--max-context": remote.max_context,
+        "--timeout start": run.timeout and run.timeout.start,
+    }
+    if alone := [name for name, value in started.items() if value is not None]:
+        raise UsageError(f"{alone[0]} needs an engine that is started; add for example --engine vllm.")
+    if not remote.url and (alone := list_changed(remote)):
+        raise UsageError(f"{alone[0]} is for servers; add for example --url http://127.0.0.1:8000, or leave it out.")
 
 
 def _list_layouts(spec: "SweepSpec", layouts: Layouts, probe: "Probe") -> list["Layout"]:

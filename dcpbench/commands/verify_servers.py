@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dcpbench.commands import point_runner
-from dcpbench.commands.started_servers import check_server_limits, get_start_s
-from dcpbench.errors import ExitCode, MissingPackageError, UsageError
+from dcpbench.commands.started_servers import check_programs, check_server_limits, get_start_s
+from dcpbench.errors import ExitCode, UsageError
 from dcpbench.launch import folders
 from dcpbench.plan import option_parsers as read
-from dcpbench.points.names import EXCHANGES, FP8, UNKNOWN, format_flag
+from dcpbench.plan.spec import DEVICES
+from dcpbench.points.names import format_flag
 from dcpbench.points.redaction import format_command_line
 from dcpbench.servers.answer_collector import Questions
 from dcpbench.servers.answer_verdict import DIFFER, UNDECIDED, check_decides, check_rounds
 from dcpbench.servers.answer_verdict_text import format_report, make_table
 from dcpbench.servers.client import Target, load_api_key
-from dcpbench.servers.edge_lengths import BATCHES, DOUBLED
-from dcpbench.servers.engine_settings import ENGINE_OPTIONS, Grid, list_all_settings, parse_layouts, parse_q_replicate
+from dcpbench.servers.edge_lengths import BATCHES, DOUBLED, MAX_CONTEXT
+from dcpbench.servers.engine_settings import ENGINE_OPTIONS, list_all_settings, parse_grid, parse_layouts
 from dcpbench.servers.presets import resolve_engine
 from dcpbench.servers.prompt_format import ENDPOINTS
 from dcpbench.servers.request_options import parse_extra_body, parse_headers
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.commands.verify import Load, Run, ServerOptions
-    from dcpbench.points.layout import Layout
     from dcpbench.servers.engine_settings import Setting
     from dcpbench.servers.server_comparison import Report
 
@@ -52,16 +51,30 @@ def compare_servers(remote: ServerOptions, given: dict[str, object], load: Load,
     _check_options(given, URL_OPTIONS, "--url")
     if len(urls) > 2:  # noqa: PLR2004 - A and B
         raise UsageError(f"--url is given {len(urls)} times; give it once, or twice to compare two servers.")
+    plans = {"--gpu": run.gpu is not None, "--dry-run": run.dry_run}
+    if wrong := [name for name, is_given in plans.items() if is_given]:
+        raise UsageError(
+            f"{wrong[0]} plans points, and --url measures a server that runs already; leave one of them out."
+        )
     prompts = remote.num_prompts or URL_PROMPTS
-    questions = _make_questions(remote, load, URL_BATCHES, prompts, URL_TOKENS)
+    questions = _make_questions(remote, load, run, URL_BATCHES, prompts, URL_TOKENS)
     check_decides(prompts, questions.lengths or DOUBLED, questions.batches, len(urls))
     targets = [_make_target(url, remote, run) for url in urls]
     if run.caller.elsewhere is not None:
         return 0
+    _check_output(run.output, force=run.force)
     with ProgressLine() as line:
         report = compare_running(targets, questions, remote.tolerance, line)
     _show_report(report, run.output, run)
     return EXIT_CODES.get(report.verdict, ExitCode.OK)
+
+
+def _check_output(folder: Path | None, *, force: bool) -> None:
+    """Raise UsageError for a folder that holds the answers of another comparison."""
+    if folder is not None and (folder / ANSWERS_FILE).exists() and not force:
+        raise UsageError(
+            f"{folder} already holds answers; add --force to replace them, or give another folder with -o."
+        )
 
 
 def compare_engines(remote: ServerOptions, given: dict[str, object], load: Load, run: Run) -> int:
@@ -73,7 +86,9 @@ def compare_engines(remote: ServerOptions, given: dict[str, object], load: Load,
     if run.dry_run:
         _print_plan(check.settings, commands, run)
         return 0
-    _check_programs(check.settings, check.model)
+    for setting in check.settings:
+        check_programs(setting.engine, [setting.make_command(check.model, 0)])
+    _check_output(check.folder, force=run.force)
     folders.make_folder(check.folder)
     stopped: KeyboardInterrupt | None = None
     with ProgressLine() as line, folders.convert_write_errors(check.folder):
@@ -96,8 +111,11 @@ def _check_options(given: dict[str, object], taken: Sequence[str], option: str) 
         raise UsageError(f"{wrong[0]} is an option of dcpbench's own engine; leave it out, or {option}.")
 
 
-def _make_questions(remote: ServerOptions, load: Load, batches: Sequence[int], prompts: int, tokens: int) -> Questions:
+def _make_questions(
+    remote: ServerOptions, load: Load, run: Run, batches: Sequence[int], prompts: int, tokens: int
+) -> Questions:
     """Return the questions that the options describe, with defaults. Raise UsageError for invalid ones."""
+    read.check_known("device", run.device, DEVICES)
     read.check_known("endpoint", remote.endpoint, ENDPOINTS)
     check_rounds(remote.repeats)
     return Questions(
@@ -127,10 +145,13 @@ def _make_check(remote: ServerOptions, given: dict[str, object], load: Load, run
     _check_options(given, (*ENGINE_OPTIONS, "new_tokens"), "--engine")
     if not load.model:
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
-    questions = _make_questions(remote, load, BATCHES, remote.num_prompts or MIN_PROMPTS, NEW_TOKENS)
-    if remote.max_context <= questions.tokens:
+    questions = _make_questions(remote, load, run, BATCHES, remote.num_prompts or MIN_PROMPTS, NEW_TOKENS)
+    max_context = MAX_CONTEXT if remote.max_context is None else remote.max_context
+    if remote.max_context is not None and load.context is not None:
+        raise UsageError("--max-context and --context contradict each other; leave one of them out.")
+    if max_context <= questions.tokens:
         raise UsageError(
-            f"--max-context {remote.max_context} has no place for a prompt and {questions.tokens} new tokens; use {questions.tokens + 1} "
+            f"--max-context {max_context} has no place for a prompt and {questions.tokens} new tokens; use {questions.tokens + 1} "
             "or more."
         )
     names = remote.engine or []
@@ -143,36 +164,15 @@ def _make_check(remote: ServerOptions, given: dict[str, object], load: Load, run
     degrees = tuple(dict.fromkeys(layout.tp for layout in layouts))
     return EngineCheck(
         settings=list_all_settings(
-            engines, _make_grid(given, load.model, layouts, remote.weights), remote.variant or ()
+            engines, parse_grid({**given, "weights": remote.weights}, load.model, layouts), remote.variant or ()
         ),
         model=load.model,
         questions=questions,
         target=_make_target("http://127.0.0.1:1", remote, run),
-        max_context=remote.max_context,
+        max_context=max_context,
         tolerance=remote.tolerance,
         start_timeout_s=get_start_s(run.timeout),
         folder=run.output or folders.choose_folder(f"verify-{'-'.join(x.name for x in engines)}", degrees),
-    )
-
-
-def _make_grid(given: dict[str, object], model: str, layouts: Sequence[Layout], weights: str | None) -> Grid:
-    exchanges = read.parse_names("exchange", given["exchange"]) if "exchange" in given else ()
-    for exchange in exchanges:
-        read.check_known("exchange", exchange, EXCHANGES)
-    kv_dtype = str(given.get("kv_dtype", ""))
-    if kv_dtype not in ("", FP8):
-        raise UsageError(f"--kv-dtype {kv_dtype}: with --engine it is fp8, or left out for the engine's default.")
-    interleave = int(str(given.get("interleave", 1)))
-    read.check_positive("interleave", interleave)
-    return Grid(
-        model=model,
-        layouts=layouts,
-        exchanges=exchanges,
-        ep=read.parse_degrees("ep", given["ep"])[0] if "ep" in given else UNKNOWN,
-        weights=weights,
-        kv_dtype=kv_dtype,
-        q_replicate=parse_q_replicate(given),
-        interleave=interleave,
     )
 
 
@@ -184,17 +184,6 @@ def _read_numbers(name: str, text: str | None) -> list[int] | None:
     for value in found:
         read.check_positive(name, value)
     return found
-
-
-def _check_programs(settings: Sequence[Setting], model: str) -> None:
-    """Raise MissingPackageError if the program of an engine is not installed."""
-    for setting in settings:
-        program = setting.make_command(model, 0)[0]
-        if shutil.which(program, path=setting.engine.env.get("PATH")) is None:
-            raise MissingPackageError(
-                f"{setting.engine.name} cannot be started: there is no program {program} here; install it, or begin PATH with "
-                "the folder that holds it."
-            )
 
 
 def _print_plan(settings: Sequence[Setting], commands: Sequence[str], run: Run) -> None:

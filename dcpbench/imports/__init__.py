@@ -186,8 +186,8 @@ def _add_missing(result: Result, file: str, engine: str, overrides: Overrides) -
         and not result.is_plausible(nominal)
     ):
         raise UsageError(
-            f"{result.where}: requests had {means[0]:,.0f} tokens in and {means[1]:,.0f} out on average, which is not "
-            "what --input-len and --output-len say."
+            f"{result.where}: requests had {means[0]:,.0f} tokens in and {means[1]:,.0f} out on average; leave out "
+            "--input-len and --output-len, or give the requested lengths of these results."
         )
     if not any((*nominal, *result.lengths)) and any(name.lengths) and result.is_plausible(name.lengths):
         nominal = name.lengths
@@ -249,13 +249,16 @@ def _is_valid_layout(layout: Mapping[str, int]) -> bool:
 
 def check_overrides(overrides: Overrides) -> None:
     """Raise UsageError for options that cannot work."""
+    for name in ("model", "gpu", "dtype"):
+        if getattr(overrides, name) == "":
+            raise UsageError(f"{format_flag(name)} is empty; write a name, or leave it out.")
     for name in ("input_len", "output_len"):
         if (length := getattr(overrides, name)) is not None and not 1 <= length <= MAX_TOKENS:
             raise UsageError(f"{format_flag(name)} {length} is no length; try {format_flag(name)} 1024.")
     if overrides.tp is not None:
         Layout(**overrides.degrees)  # raises LayoutError, which is a UsageError
     elif given := [f"--{name}" for name in overrides.degrees]:
-        raise UsageError(f"{', '.join(given)} without --tp: say how many GPUs there were, for example --tp 8.")
+        raise UsageError(f"{', '.join(given)} without --tp: add the number of GPUs, for example --tp 8.")
 
 
 def _choose_layout(result: Result, overrides: Overrides) -> dict[str, int]:
@@ -269,15 +272,15 @@ def _choose_layout(result: Result, overrides: Overrides) -> dict[str, int]:
     if any(_does_contradict(name, n, result) for name, n in typed.items()):
         listed = ", ".join(f"{name} {n}" for name, n in result.layout.items() if n > 1 or name in DEGREES)
         options = ", ".join(f"--{name}" for name in typed)
-        raise UsageError(f"{result.where} says {listed}; leave {options} out, or import it by itself.")
+        raise UsageError(f"{result.where} has {listed}; leave {options} out, or import it by itself.")
     layout = dict.fromkeys(ALL_DEGREES, 1) | dict(result.layout) | typed
     try:
         Layout(**{name: layout[name] for name in DEGREES})
     except LayoutError as e:
-        raise RecordsError(f"{result.where} says a layout that cannot be, in our degrees: {e}") from e
+        raise RecordsError(f"{result.where} has an impossible layout: {e}") from e
     for name in OUTER_DEGREES:
         if layout[name] > MAX_RANKS:
-            raise RecordsError(f"{result.where} says {name} {layout[name]:,}, more ranks than a layout can have.")
+            raise RecordsError(f"{result.where} has {name} {layout[name]:,}, more ranks than a layout can have.")
     return layout
 
 

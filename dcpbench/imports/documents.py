@@ -127,8 +127,9 @@ def _collect(entries: Iterable[tuple[str, Any, bool]], *, parse_lines: bool) -> 
         if isinstance(value, dict):
             contents.documents.append(Document(where, value, listed))
         else:
-            kind = type(value).__name__
-            contents.errors.append(RecordsError(f"{where} holds a {kind}, not a JSON object with results."))
+            contents.errors.append(
+                RecordsError(f"{where} holds no JSON object with results; name a result file of the benchmark.")
+            )
     return contents
 
 

@@ -328,7 +328,7 @@ def read_details(document: Document, completed: int) -> Details | None:
             _check_values(getattr(found, name), f"{document.where}: {name}", signed=name == "start_times", limit=limit)
     if (listed := len(found.list_finished())) != completed:
         raise RecordsError(
-            f"{document.where} says that {completed:,} requests completed, while its lists hold {listed:,} "
+            f"{document.where} states that {completed:,} requests completed, while its lists hold {listed:,} "
             "with tokens and without error; remove the lists (ttfts, itls, …) to import its summary alone."
         )
     return found

@@ -103,7 +103,7 @@ def read_result(document: Document, engine: str) -> Result:
     if not other:
         raise RecordsError(
             f"{document.where} is no result of {TOOLS[engine]}: it has none of the fields by which one is recognised "
-            f"({', '.join(RECOGNISED_BY[engine])})."
+            f"({', '.join(RECOGNISED_BY[engine])}); name another file, or the tool that wrote this one with --from."
         )
     try:
         return READERS[engine](document)

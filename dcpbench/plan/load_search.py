@@ -102,7 +102,9 @@ def make_load_range(find: Find) -> LoadRange:
 def check_search(bounds: LoadRange, given: Mapping[str, object]) -> None:
     """Raise UsageError for options that a search contradicts, and without objectives."""
     if not given.get("slo"):
-        raise UsageError("--find searches for the highest load that holds an SLO; add --slo ttft=2000,itl=60, say.")
+        raise UsageError(
+            "--find searches for the highest load that holds an SLO; add for example --slo ttft=2000,itl=60."
+        )
     taken = ["request_rate", *(["concurrency"] if bounds.name == CONCURRENCY else [])]
     for name in (name for name in taken if given.get(name) is not None):
         raise UsageError(f"--find {bounds.name} and {format_flag(name)} contradict each other; leave one of them out.")
@@ -409,7 +411,7 @@ class FoundLoad:
     def _format_limit(self) -> str:
         limit, failed = self.limit, self.failed
         if limit is None:
-            return f"{self.who}: no load holds the SLO; {self._format_load(self.measured[0])}."
+            return f"{self.who}: no load holds the SLO; the lowest is {self._format_load(self.measured[0])}."
         text = f"{self.who}: the highest load that holds the SLO is {self._format_load(limit)}"
         if failed is None:
             return f"{text}, the upper bound of the search; the limit may be higher."

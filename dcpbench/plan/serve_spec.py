@@ -148,13 +148,15 @@ class ServeLoads:
                 )
         if not MIN_BURSTINESS <= self.burstiness < math.inf:
             raise UsageError(
-                f"--burstiness {self.burstiness:g} is not positive, or too near to 0; 1 is Poisson, less comes in "
-                f"bursts, down to {MIN_BURSTINESS:g}, more regularly."
+                f"--burstiness {self.burstiness:g} is no number from {MIN_BURSTINESS:g} on; write 1 for Poisson arrivals, a smaller "
+                "number for bursts, or a larger one for even gaps."
             )
         if self.burstiness != 1 and self.request_rate == (math.inf,):
             raise UsageError("--burstiness shapes gaps, and --request-rate inf has none; leave --burstiness out.")
         if self.burstiness != 1 and not self.request_rate:
-            raise UsageError("--burstiness shapes --request-rate, which was not given; add --request-rate 2, say.")
+            raise UsageError(
+                "--burstiness shapes --request-rate, which was not given; add for example --request-rate 2."
+            )
 
     def _check_prefixes(self) -> None:
         if not 0 <= self.prefix_share < 1:
@@ -185,11 +187,11 @@ class ServeLoads:
             for name in ("turn_tokens", "think_time", "system_tokens", "branch", "subagents"):
                 if getattr(self, name):
                     raise UsageError(
-                        f"{format_flag(name)} without turns: no request has a next turn; add turns=4, say."
+                        f"{format_flag(name)} without turns: no request has a next turn; add for example turns=4."
                     )
         elif self.trace:
             raise UsageError(
-                f"--sessions and --requests {self.trace.path} contradict each other: the file says which requests there are."
+                f"--sessions and --requests {self.trace.path} contradict each other, as the file has the sessions; leave --sessions out."
             )
         elif compute_max_turns(self.turns) > MAX_TURNS:
             raise UsageError(f"--sessions turns={self.turns}: a session has at most {MAX_TURNS:,} turns; try turns=4.")
@@ -199,13 +201,13 @@ class ServeLoads:
         split = [text for text in self.disaggregate if parse_instances(text).disaggregated]
         if split and not self.transfer_gb_s:
             raise UsageError(
-                f"--disaggregate {split[0]} needs the rate at which a GPU sends KV: add gb-s=50 for a link of 400 Gb/s "
-                "for each GPU, say; `dcpbench machines` lists links."
+                f"--disaggregate {split[0]} needs the rate at which a GPU sends KV: for example, add gb-s=50 for a link "
+                "of 400 Gb/s for each GPU; `dcpbench machines` lists links."
             )
         for name, values in (("transfer_gb_s", self.transfer_gb_s), ("transfer_ms", (self.transfer_ms,))):
             if not split and any(values):
                 raise UsageError(
-                    f"{format_flag(name)} without instances that prefill for others: no KV crosses; add --disaggregate 1:1, say."
+                    f"{format_flag(name)} without instances that prefill for others: no KV is sent; add for example --disaggregate 1:1."
                 )
         for rate in self.transfer_gb_s:
             if not MIN_GB_S <= rate <= MAX_GB_S:
@@ -218,11 +220,15 @@ class ServeLoads:
             )
 
     def _check_trace(self, trace: Trace) -> None:
+        if trace.has_groups and not trace.supports_prefix_share:
+            raise UsageError(
+                f"{trace.path} has prefix_group in some requests, and prompt or hash_ids in others; use a file with one of them."
+            )
         if self.prefix_share and not trace.supports_prefix_share:
-            raise UsageError(f"{trace.path} says itself what its prompts share; leave --prefix-share out.")
+            raise UsageError(f"{trace.path} states what its prompts share; leave --prefix-share out.")
         if trace.has_groups and not self.prefix_share:
             raise UsageError(
-                f"{trace.path} has prefix_group; say with --prefix-share how much of a prompt its group has in common."
+                f"{trace.path} has prefix_group; add the share of a prompt that its group has in common, for example --prefix-share 0.5."
             )
 
     @property
@@ -267,8 +273,8 @@ class ServeLoads:
             rate = None if rate == math.inf else rate  # noqa: PLW2901 -- not a rate: see _arrival
             if arrival == CLOSED and concurrency and concurrency > count:
                 raise UsageError(
-                    f"--concurrency {concurrency} is more than the {count} requests, so that fewer are in flight; use "
-                    f"{self._suggest_more_requests(concurrency)}, or a smaller --concurrency."
+                    f"--concurrency {concurrency} is more than there are requests ({count}); use "
+                    f"{self._suggest_more_requests(concurrency)}a smaller --concurrency."
                 )
             load = Load(
                 mode=mode,
@@ -285,8 +291,8 @@ class ServeLoads:
             if arrival == CLOSED and concurrency and concurrency > (held := count_sessions(load)):
                 of = f"of {self.trace.path}" if self.trace else f"of --sessions turns={self.turns}"
                 raise UsageError(
-                    f"--concurrency {concurrency} is more than the {held} sessions {of} that {count} "
-                    f"requests are; use {self._suggest_more_requests(concurrency)}, or a smaller --concurrency."
+                    f"--concurrency {concurrency} is more than there are sessions {of} ({held}, with {format_count(count, 'request')}); use "
+                    f"{self._suggest_more_requests(concurrency)}a smaller --concurrency."
                 )
             yield concurrency or (count_sessions(load) if arrival == CLOSED else None), load
 
@@ -302,8 +308,8 @@ class ServeLoads:
         }
 
     def _suggest_more_requests(self, concurrency: int) -> str:
-        """Return the option for ten times as many requests as clients."""
-        return self.suggest_requests(10 * concurrency)
+        """Return `--num-requests N, or ` for ten times as many requests as clients; empty if that is too many."""
+        return f"{self.suggest_requests(10 * concurrency)}, or " if 10 * concurrency <= MAX_REQUESTS else ""
 
     def suggest_requests(self, count: int) -> str:
         """Return the option with which `count` requests are sent."""
@@ -453,7 +459,9 @@ def _load_trace(typed: dict[str, object]) -> Trace | None:
         return None
     for name in ("input_tokens", "output_tokens"):
         if name in typed:
-            raise UsageError(f"{format_flag(name)} and --requests {path} contradict each other; the file says them.")
+            raise UsageError(
+                f"{format_flag(name)} and --requests {path} contradict each other, as the file has them; leave {format_flag(name)} out."
+            )
     return read_requests(Path(str(path)), reading)
 
 

@@ -15,7 +15,7 @@ from dcpbench.plan.option_parsers import check_positive
 from dcpbench.plan.serve_spec import FILE, SERVE_SPEC_PARSERS, get_default_clients, get_serve_defaults, read_loads
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.engine_points import UNKNOWN_FIELDS, make_engine_load, make_engine_point
-from dcpbench.points.layout import DEGREES, Layout
+from dcpbench.points.layout import DEGREES, Layout, place_experts
 from dcpbench.points.names import MOE_EP, UNKNOWN, format_flag
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
@@ -125,20 +125,23 @@ def make_step_time_points(spec: ServerSpec, times: StepTimes) -> list[Point]:
 
 
 def split_layouts(given: Mapping[str, object]) -> list[dict[str, object]]:
-    """Return options for each server, with one value of each degree and one exchange, for all combinations of their lists.
+    """Return options for each server, with one value of each degree, of --ep and of --exchange, for all combinations of their lists.
 
-    Without decode context parallelism there is no exchange, and one server stands for all of them.
+    Without decode context parallelism there is no exchange, and one server stands for all of them. The options have --tp.
     """
     axes: dict[str, Sequence[object]] = {
         name: read.parse_ints(name, given[name]) for name in DEGREES if given.get(name) is not None
     }
-    if given.get("exchange") is not None:
-        axes["exchange"] = read.parse_names("exchange", given["exchange"])
+    axes |= {
+        name: SERVER_PARSERS[name](name, given[name]) for name in ("ep", "exchange") if given.get(name) is not None
+    }
     rest = {name: value for name, value in given.items() if name not in axes}
     found = [rest | dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     for one in found:
         if one.get("dcp", 1) == 1:
             one.pop("exchange", None)
+        if "ep" in one:
+            one["ep"] = place_experts(str(one["ep"]), cast("int", one["tp"]))
     return [one for i, one in enumerate(found) if one not in found[:i]]
 
 
@@ -173,7 +176,7 @@ def _parse_layout(typed: Mapping[str, object]) -> dict[str, int]:
     if "tp" not in typed:
         if typed:
             given = format_list([format_flag(name) for name in typed])
-            raise UsageError(f"{given} without --tp: say how many GPUs the server has, for example --tp 8.")
+            raise UsageError(f"{given} without --tp: add the number of the server's GPUs, for example --tp 8.")
         return dict.fromkeys(DEGREES, 0)
     return {name: cast("int", typed.get(name, 1)) for name in DEGREES}
 
@@ -191,7 +194,7 @@ def _get_single(name: str, value: object) -> object:
     values = value if isinstance(value, tuple) else (value,)
     if len(values) > 1:
         raise UsageError(
-            f"{format_flag(name)} {','.join(map(str, values))}: the server at --url has one; name it, and measure another server "
-            "by another command."
+            f"{format_flag(name)} {','.join(map(str, values))}: a server has one value; give that one, and measure another server by "
+            "another command."
         )
     return values[0]

@@ -301,9 +301,12 @@ def get_key(field: str, declared: type[StructuredOption] | None) -> str | None:
     return key if declared is not None and option is declared else None
 
 
+DEVICES = ("auto", "cuda", "cpu")  # values of --device
+
+
 def select_device(probe: Probe, device: str) -> Probe:
     """Return the machine as --device auto, cuda or cpu selects it."""
-    check_known("device", device, ("auto", "cuda", "cpu"))
+    check_known("device", device, DEVICES)
     if device == "cuda" and probe.device != "cuda":
         raise CapacityError(
             "--device cuda, but no GPU is visible; `dcpbench doctor` says why. "

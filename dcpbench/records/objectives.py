@@ -26,10 +26,11 @@ class JudgedObjective:
         return self.ms is not None and self.ms <= self.limit_ms
 
     def format(self) -> str:
-        """Return the latency with its percentile, such as `ITL p99 41 ms`."""
+        """Return the latency with its percentile, such as `ITL p99 41.3 ms`."""
         if self.ms is None:
             return f"{self.name.upper()}, which is not known"
-        return f"{self.name.upper()} {self.percentile} {self.ms:,.0f} ms"
+        shown = f"{self.ms:,.0f}" if self.ms >= 100 else f"{self.ms:.3g}"  # noqa: PLR2004 - three digits
+        return f"{self.name.upper()} {self.percentile} {shown} ms"
 
 
 def judge_latencies(of: object, slo: Mapping[str, float]) -> list[JudgedObjective]:

@@ -145,8 +145,8 @@ def list_caveats(frames: Frames) -> list[str]:
     found += answer.list_stage_conditions(frames)
     origins = [parse_origin(name) for name in load_labels.list_unique(table["origin"])]
     if servers := [origin.label for origin in origins if origin.engine]:
-        some = "" if len(servers) == len(origins) else "points of "
-        found.append(f"{some}{format_list(servers)} measured at a server over HTTP")
+        some = "" if len(servers) == len(origins) else "some points "
+        found.append(f"{some}measured over HTTP at a server of {format_list(servers)}")
     found += engines.list_unknown(frames)
     emulated = table["emulate"].fillna("") != ""
     if emulated.any():

@@ -296,17 +296,17 @@ def _format_rounding(limits: Limits) -> str:
     """Return how large the measured rounding is."""
     if not limits.is_measured:
         return (
-            "Rounding could not be measured: the answers of each server to the same prompt are almost always identical."
+            "Rounding could not be measured: the answers of one server to the same prompt are almost always identical."
         )
-    parts = []
-    for noise, effect in (
-        (limits.drift_noise, "Rounding moves log-probabilities by {} (median) and up to {}."),
-        (limits.gap_noise, "It lets answers diverge at tokens that are {} apart (median) and up to {}."),
-    ):
-        if noise.values:
-            parts.append(effect.format(format_short_number(noise.values[0]), format_short_number(noise.values[-1])))
-    parts.append("This is measured on one server, where only the batch or the prefix cache changes.")
-    return " ".join(parts)
+    parts = [
+        effect.format(format_short_number(noise.values[0]), format_short_number(noise.values[-1]))
+        for noise, effect in (
+            (limits.drift_noise, "log-probabilities move by {} (median) and up to {}"),
+            (limits.gap_noise, "answers diverge at tokens that are {} apart (median) and up to {}"),
+        )
+        if noise.values
+    ]
+    return f"On one server, where only the batch or the prefix cache changes, {format_list(parts)}."
 
 
 def _format_detectable(found: Detectable, mean_compared: float) -> str:

@@ -147,6 +147,8 @@ class Target:
             raise UsageError(
                 f"--url {fit_line(url)}: leave out what follows {(parts.query and '?') or '#'}; {EXAMPLE}."
             )
+        if parts.path.rstrip("/").endswith("/completions"):
+            raise UsageError(f"--url {fit_line(url)}: leave out the path of the endpoint; {EXAMPLE}.")
         if any(ord(c) <= ord(" ") or ord(c) > ord("~") for c in host + parts.path + key):
             raise UsageError(f"--url or the API key holds a blank or a character that no header can have; {EXAMPLE}.")
         path = parts.path.rstrip("/").removesuffix("/v1")

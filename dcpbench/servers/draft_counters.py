@@ -40,11 +40,6 @@ class DraftCounters:
     tokens_per_step: float | None = None
     draft_tokens: int | None = None
 
-    @property
-    def has_drafts(self) -> bool:
-        """Return True if the server verifies drafts."""
-        return bool(self.steps) or self.tokens_per_step is not None
-
 
 def read_draft_counters(metrics: Mapping[str, Series], info: Mapping[str, Any]) -> DraftCounters:
     """Return the counters in the series of /metrics and in SGLang's answer about itself, which is empty for others."""

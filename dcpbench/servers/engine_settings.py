@@ -6,17 +6,18 @@ import dataclasses
 import functools
 import itertools
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.plan import option_parsers as read
 from dcpbench.points.engine_points import format_settings, make_engine_load, make_engine_point
+from dcpbench.points.expert_distribution import EVEN
 from dcpbench.points.layout import Layout
-from dcpbench.points.names import MOE_EP, SYNTHETIC, UNKNOWN
+from dcpbench.points.names import FP8, MOE_EP, SYNTHETIC, UNKNOWN, format_flag
 from dcpbench.points.redaction import register_command_line
-from dcpbench.servers.presets import choose_ep, choose_weights, make_environment
+from dcpbench.servers.presets import check_commands_differ, choose_ep, choose_weights, make_environment
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.servers.presets import Engine
 
+_T = TypeVar("_T")
 
 ENGINE_OPTIONS = (
     "model",
@@ -90,6 +92,7 @@ def list_all_settings(engines: Sequence[Engine], grid: Grid, variants: Sequence[
     found: list[Setting] = []
     for engine in engines:
         points = [point for layout in grid.layouts for point in _list_points(engine, layout, grid)]
+        check_commands_differ(engine, points, grid.model)
         combinations = list(zip(engine.list_labels(), engine.list_settings(), strict=True))
         usual = combinations[0][1]
         found += [Setting(engine=engine, point=point, settings=usual) for point in points]
@@ -181,14 +184,35 @@ def parse_layouts(given: Mapping[str, object]) -> list[Layout]:
     ]
 
 
-def parse_q_replicate(given: Mapping[str, object]) -> bool:
-    """Return whether each rank computes the queries of all heads. Raise UsageError for several values."""
-    found = read.parse_bools("q_replicate", given.get("q_replicate", False))
-    if len(found) > 1:
+def parse_grid(given: Mapping[str, object], model: str, layouts: Sequence[Layout]) -> Grid:
+    """Return the layouts with the options that all of them share. Raise UsageError for several values of such an option."""
+    interleave = int(str(given.get("interleave", 1)))
+    read.check_positive("interleave", interleave)
+    kv_dtype = _get_single(
+        "kv_dtype", read.parse_names("kv_dtype", given["kv_dtype"]) if "kv_dtype" in given else ("",)
+    )
+    if kv_dtype not in ("", FP8):
+        raise UsageError(f"--kv-dtype {kv_dtype}: with --engine it is fp8, or left out for the engine's default.")
+    weights = given.get("weights")
+    return Grid(
+        model=model,
+        layouts=layouts,
+        exchanges=read.parse_names("exchange", given["exchange"]) if "exchange" in given else (),
+        ep=_get_single("ep", read.parse_degrees("ep", given["ep"]) if "ep" in given else (UNKNOWN,)),
+        weights=None if weights is None else str(weights),
+        kv_dtype=kv_dtype,
+        q_replicate=_get_single("q_replicate", read.parse_bools("q_replicate", given.get("q_replicate", False))),
+        interleave=interleave,
+        routing=_get_single("routing", read.parse_routings("routing", given.get("routing", EVEN))),
+    )
+
+
+def _get_single(name: str, values: Sequence[_T]) -> _T:
+    if len(values) > 1:
         raise UsageError(
-            "--collectives q-replicate: with --engine it has one value; measure the other by another command."
+            f"{format_flag(name)}: with --engine it has one value; measure the others by further commands."
         )
-    return found[0]
+    return values[0]
 
 
 def list_decode_points(

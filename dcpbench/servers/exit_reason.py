@@ -69,7 +69,7 @@ def find_reason(log: bytes) -> str:
         if detail := _find_detail(reason, lines[place + 1 : place + 3]):
             reason = f"{reason.rstrip('.')}: {detail}"
         return fit_line(reason)[:MAX_REASON]
-    return fit_line(lines[-1])[:MAX_REASON] if lines else "it wrote nothing"
+    return fit_line(lines[-1])[:MAX_REASON] if lines else "no output"
 
 
 def find_exit_reason(log: bytes) -> ExitReason:

@@ -128,7 +128,7 @@ class ServerInfo:
         shown += [format_count(len(names) - MAX_LISTED, "other")] if len(names) > MAX_LISTED else []
         serves = f"the server serves {format_list(shown)}" if names else "the server names no model"
         if name is None:
-            raise UsageError(f"{serves}; say with --model which is meant.")
+            raise UsageError(f"{serves}; name one with --model.")
         if not names:
             return Card(name)
         raise UsageError(f"--model {name}: {serves}; leave --model out, or name one of these.")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import SGLANG
 from dcpbench.records.record import KvSources
+from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -153,10 +154,10 @@ def describe_conflicts(sources: KvSources, tokens: int | None) -> str:
     """Return a sentence that names the sources of the KV capacity that disagree; empty if none do."""
     capacity = "unknown" if tokens is None else f"{tokens:,} tokens"
     of_blocks = (sources.rank_tokens or 0) * (sources.context_parallel or 1)
-    log = f"its log says {sources.log_tokens or 0:,}"
+    log = f"its log has {sources.log_tokens or 0:,}"
     named = {
         LOG: f"the blocks that it reports hold {of_blocks:,}" if sources.source == BY_LOG else log,
-        REPLICAS: f"it reports {sources.replicas} replicas, which is not --dp",
+        REPLICAS: f"it reports {format_count(sources.replicas, 'replica')}, which is not --dp",
         CONTEXT_PARALLEL: f"it reports a context parallel degree of {sources.context_parallel}, which is not --dcp",
     }
     found = "; ".join(named[kind] for kind in sources.conflicts)

@@ -103,7 +103,7 @@ class Server:
                 tell(f"{watch.phase}, {waited:.0f} s")
                 time.sleep(POLL_S)
         raise WorkerError(
-            f"the server took no requests within {limit_s:g} s (--timeout start); the last that it wrote: "
+            f"the server took no requests within {limit_s:g} s (--timeout start); the last line of its log: "
             f"{find_reason(self._read_log_bytes())}"
         )
 

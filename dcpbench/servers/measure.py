@@ -176,8 +176,8 @@ def make_candidates(points: Sequence[Point], max_model_len: int | None) -> list[
         error = None
         if max_model_len is not None and point.load.trace == "" and point.context > max_model_len:
             error = CapacityError(
-                f"its requests have up to {point.context:,} tokens, and the server takes {max_model_len:,} "
-                "(max_model_len); lower --input-tokens or --output-tokens, or start it with more."
+                f"the requests have up to {point.context:,} tokens, and the server accepts {max_model_len:,} "
+                "(max_model_len); lower --input-tokens or --output-tokens, or start it with a longer maximum context."
             )
         found.append(Candidate(point=point, error=error))
     return found

@@ -23,7 +23,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import shlex
 import string
@@ -36,7 +35,7 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.models import REPOSITORIES
 from dcpbench.points.engine_points import format_settings
-from dcpbench.points.layout import OUTER_DEGREES
+from dcpbench.points.layout import DEGREES, OUTER_DEGREES
 from dcpbench.points.names import (
     DUMMY,
     FP8,
@@ -55,31 +54,16 @@ from dcpbench.servers.engine_log import ROUTING_VARIABLE, SYNTHETIC_VARIABLE
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from dcpbench.models.shapes import ModelShape
     from dcpbench.points.point import Point
 
-PLACEHOLDER_NAMES = (
-    "model",
-    "host",
-    "port",
-    "tp",
-    "dp",
-    "dcp",
-    "pp",
-    "pcp",
-    "attn_tp",
-    "exchange",
-    "interleave",
-    "nnodes",
-)
+PLACEHOLDER_NAMES = ("model", "host", "port", *DEGREES, *OUTER_DEGREES, "attn_tp", "exchange", "interleave", "nnodes")
 TRACES = "traces"  # further name in the profiler's flags: the folder of --traces
 EXAMPLE = "--serve-cmd 'vllm serve {model} --host {host} --port {port} --tensor-parallel-size {tp}'"
 LAYOUT = (
-    "tp",
-    "dp",
-    "dcp",
+    *DEGREES,
     *OUTER_DEGREES,
     "ep",
     "exchange",
@@ -135,17 +119,19 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def find_lacking(self, point: Point, shape: ModelShape | None = None) -> list[str]:
         """Return the parts of a point that this engine cannot run, by their options: `--exchange symm`.
 
-        Nothing is known of an engine that does not list its exchanges. `shape` is that of the point's model, if it is known.
+        An engine that does not list its exchanges may have any. `shape` is that of the point's model, if it is known.
         """
-        if not self.exchanges:
-            return []
         outer = {name: getattr(point, name) for name in OUTER_DEGREES}
         lacking = [format_setting(name, n) for name, n in outer.items() if n > 1 and name not in self.layout]
+        if point.ep_degree not in (None, 1, point.tp * point.pcp):
+            lacking.append(format_setting("ep", point.ep))
+        if point.kv_dtype == FP8 and "kv" not in self.layout:
+            lacking.append(format_setting("kv_dtype", FP8))
         if point.dcp <= 1:
             return lacking
         if shape is not None and shape.indexer and not self.sparse_dcp:
             lacking.append(f"{format_setting('dcp', point.dcp)} with sparse attention")
-        if point.exchange not in (*self.exchanges, NO_EXCHANGE, UNKNOWN):
+        if self.exchanges and point.exchange not in (*self.exchanges, NO_EXCHANGE, UNKNOWN):
             lacking.append(format_setting("exchange", point.exchange))
         if point.project_first:
             lacking.append(format_flag("project_first"))
@@ -192,9 +178,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "model": model,
             "host": host,
             "port": port,
-            "tp": point.tp or 1,
-            "dp": point.dp or 1,
-            "dcp": point.dcp or 1,
+            **{name: getattr(point, name) or 1 for name in DEGREES},
             **{name: getattr(point, name) for name in OUTER_DEGREES},
             "attn_tp": max(point.tp, 1) // max(point.dp, 1),
             "exchange": exchange,
@@ -203,10 +187,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             TRACES: traces,
         }
         present = {
-            "tp": max(point.tp, 1) > 1,
-            "dp": point.dp > 1,
-            "dcp": point.dcp > 1,
-            **{name: getattr(point, name) > 1 for name in OUTER_DEGREES},
+            **{name: getattr(point, name) > 1 for name in (*DEGREES, *OUTER_DEGREES)},
             "ep": point.ep not in (MOE_TP, UNKNOWN),
             "exchange": bool(exchange) and point.dcp > 1,
             "q_replicate": point.q_replicate and point.dcp > 1,
@@ -227,6 +208,19 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             else:
                 words.append(f"--{name}")
         return words
+
+
+def check_commands_differ(engine: Engine, points: Iterable[Point], model: str) -> None:
+    """Raise UsageError if servers of different layouts or exchanges would have the same command."""
+    seen: dict[tuple[str, ...], Point] = {}
+    for point in points:
+        other = seen.setdefault(tuple(engine.make_command(point, engine.find_settings(point), model, 0)), point)
+        for names in (DEGREES, ("ep", "exchange")):
+            if differing := [name for name in names if getattr(point, name) != getattr(other, name)]:
+                raise UsageError(
+                    f"{engine.name}: servers with different {format_list([format_flag(name) for name in differing])} would have the "
+                    "same command; write an engine's file with these flags under [layout] (docs/servers.md), or give one value."
+                )
 
 
 WITHOUT_STACKS = {"SGLANG_PROFILE_WITH_STACK": "false", "SGLANG_PROFILE_RECORD_SHAPES": "false"}  # of its profiler
@@ -379,36 +373,37 @@ def resolve_engine(named: str | None, command: str | None, arguments: str | None
     if command is not None:
         if named is not None:
             raise UsageError("--engine and --serve-cmd contradict each other; give one of them.")
-        words = shlex.split(command) if command.strip() else []
+        words = _split_words("--serve-cmd", command)
         if not words:
             raise UsageError(f"--serve-cmd is empty; write for example {EXAMPLE}.")
         found = Engine(name=Path(words[0]).name, command=command)
-    elif named in PRESETS:
-        found = PRESETS[str(named)]
     else:
-        found = _read_engine(Path(str(named)))
+        found = PRESETS.get(str(named)) or _read_engine(str(named))
     if arguments is not None:
         found = msgspec.structs.replace(found, command=f"{found.command} {_escape_arguments(arguments)}")
     _check_engine(found, named or "--serve-cmd")
-    with contextlib.suppress(ValueError):
-        register_command_line(shlex.split(found.command))
+    register_command_line(shlex.split(found.command))
     register_command_line(found.secrets)
     return found
 
 
 def _escape_arguments(text: str) -> str:
     """Return the value of --engine-args for a command, in which braces of its own are doubled. Raises UsageError."""
+    return shlex.join(_split_words("--engine-args", text)).replace("{", "{{").replace("}", "}}")
+
+
+def _split_words(where: str, text: str) -> list[str]:
+    """Return the words of a command line. Raise UsageError for an open quote."""
     try:
-        words = shlex.split(text)
+        return shlex.split(text)
     except ValueError as e:
-        raise UsageError(f"--engine-args {text!r} cannot be read: {e}; close every quote.") from e
-    return shlex.join(words).replace("{", "{{").replace("}", "}}")
+        raise UsageError(f"{where}: {text!r} cannot be read: {e}; close every quote.") from e
 
 
-def _read_engine(path: Path) -> Engine:
-    known = ", ".join(PRESETS)
+def _read_engine(named: str) -> Engine:
+    path, known = Path(named), ", ".join(PRESETS)
     if path.suffix != ".toml":
-        raise UsageError(f"--engine {path} is none of {known}, and no .toml file; docs/servers.md has an example.")
+        raise UsageError(f"--engine {named!r} is none of {known}, and no .toml file; docs/servers.md has an example.")
     try:
         return msgspec.convert(tomllib.loads(path.read_text()), Engine)
     except OSError as e:
@@ -420,17 +415,23 @@ def _read_engine(path: Path) -> Engine:
         raise UsageError(f"--engine {path} is not valid TOML: {why}.") from e
 
 
+def _check_placeholders(where: str, text: str, known: Sequence[str]) -> None:
+    """Raise UsageError if a text has an open quote, a single brace, or a placeholder that is not known."""
+    _split_words(where, text)
+    try:
+        parts = list(string.Formatter().parse(text))
+    except ValueError as e:
+        raise UsageError(f"{where}: {text!r} cannot be read: {e}; write {{{{ for a literal brace.") from e
+    for _, name, form, conversion in parts:
+        if name is not None and (name not in known or form or conversion):
+            shown = f"{name}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}"
+            raise UsageError(f"{where}: {{{shown}}} is no placeholder; these are: {', '.join(known)}.")
+
+
 def _check_engine(found: Engine, where: str) -> None:
     profilers = found.profiler, found.step_profiler
     for text in (found.command, *found.layout.values(), *found.weights.values(), *profilers):
-        try:
-            used = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
-            shlex.split(text)
-        except ValueError as e:
-            raise UsageError(f"{where}: {text!r} cannot be read: {e}; write {{{{ for a literal brace.") from e
-        known = (*PLACEHOLDER_NAMES, TRACES) if text in profilers else PLACEHOLDER_NAMES
-        if unknown := [name for name in used if name not in known]:
-            raise UsageError(f"{where}: {{{unknown[0]}}} stands for nothing; these do: {', '.join(known)}.")
+        _check_placeholders(where, text, (*PLACEHOLDER_NAMES, TRACES) if text in profilers else PLACEHOLDER_NAMES)
     if "{port}" not in found.command:
         raise UsageError(f"{where}: the command has no {{port}}, which dcpbench chooses; write for example {EXAMPLE}.")
     if wrong := [name for name in found.layout if name not in LAYOUT]:
@@ -439,5 +440,9 @@ def _check_engine(found: Engine, where: str) -> None:
         raise UsageError(f"{where}: weights.{wrong[0]} is none of {SYNTHETIC}, {DUMMY}.")
     if empty := [name for name, value in found.flags.items() if value == []]:
         raise UsageError(f"{where}: flags.{empty[0]} is empty; write its values, or leave it out.")
+    if wrong := [name for name in found.env if not name or "=" in name or "\0" in name + found.env[name]]:
+        raise UsageError(f'{where}: env.{wrong[0]} is no environment variable; write for example HF_HUB_OFFLINE = "1".')
+    if not found.name:
+        raise UsageError(f'{where}: name is empty; write for example name = "vllm".')
     if not found.ready.startswith("/"):
         raise UsageError(f"{where}: ready = {found.ready!r} is no path; write for example /health.")

@@ -51,7 +51,7 @@ from dcpbench.serving.trace_formats import (
 from dcpbench.show.text import format_count, format_list
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
 MAX_TOKEN_ID = (1 << 31) - 1
@@ -201,7 +201,9 @@ def read_requests(path: Path, reading: Reading | None = None) -> Trace:
     """Read a file of requests. Raise UsageError with the line and the problem in it."""
     reading = reading or Reading()
     if path.exists() and not path.is_file():
-        raise UsageError(f"--requests {path} is not a file, and every rank reads it again; name a file of requests.")
+        raise UsageError(
+            f"--requests {path} is not a regular file, and it is read several times; name a file of requests."
+        )
     try:
         data = path.read_bytes()
         text = data.decode("utf-8-sig")
@@ -225,7 +227,9 @@ def _parse_file(path: Path, text: str, sha256: str, reading: Reading) -> Trace:
     is_json = lines[0][1].lstrip()[0] in "{["
     given = _list_json_objects(path, lines) if is_json else _list_csv_rows(path, lines, reading)
     reader, found, failures = None, [], 0
+    seen: dict[str, None] = {}  # names of the columns, in order
     for number, fields in given:
+        seen |= dict.fromkeys(fields)
         reader = reader or _make_reader(path, number, fields, reading)
         if (row := reader.parse_row(number, fields)) is None:
             failures += 1
@@ -233,6 +237,8 @@ def _parse_file(path: Path, text: str, sha256: str, reading: Reading) -> Trace:
             found.append((number, row))
     if reader is None or not found:
         raise UsageError(f"--requests {path} holds no request that succeeded; name a file with some.")
+    if reading.columns:
+        _check_columns(path, reading.columns, seen)
     rows, moved = reader.arrange_rows(found)
     return Trace(
         path=path,
@@ -242,6 +248,16 @@ def _parse_file(path: Path, text: str, sha256: str, reading: Reading) -> Trace:
         reading=reader.reading,
         failures=failures,
     )
+
+
+def _check_columns(path: Path, columns: str, seen: Collection[str]) -> None:
+    """Raise UsageError for a column that the user names and that no request has."""
+    for ours, theirs in parse_columns(columns).items():
+        if theirs not in seen:
+            raise UsageError(
+                f"--requests {path}: no request has {theirs!r}, which columns= names for {ours}; its columns are "
+                f"{', '.join(list(seen)[:MAX_SHOWN_COLUMNS])}."
+            )
 
 
 def parse_columns(text: str) -> dict[str, str]:
@@ -349,7 +365,11 @@ class _Reader:
         if group is not None and (not _is_int(group) or group < 0):
             _raise_error(self.path, number, f"'prefix_group' is {group!r}, not a whole number from 0")
         if group is not None and prompt is not None:
-            _raise_error(self.path, number, "both 'prompt' and 'prefix_group'; the prompt itself says what it shares")
+            _raise_error(
+                self.path,
+                number,
+                "both 'prompt' and 'prefix_group'; leave out 'prefix_group', as the token ids determine what the prompts share",
+            )
         row = Row(
             arrival_s=None,
             input_tokens=inputs,
@@ -440,7 +460,11 @@ class _Reader:
             _raise_error(self.path, number, "'hash_ids' is not a list of whole numbers from 0")
         size = self.reading.block_size
         if not size:
-            _raise_error(self.path, number, "'hash_ids', and the tokens of one are not known; add block-size=16, say")
+            _raise_error(
+                self.path,
+                number,
+                "'hash_ids', and the number of tokens of one is not known; add for example block-size=16",
+            )
         if len(hashes) not in (inputs // size, math.ceil(inputs / size)):
             fit = [b for b in BLOCK_SIZES if len(hashes) in (inputs // b, math.ceil(inputs / b))]
             add = f"; blocks of {fit[0]} would fit: add block-size={fit[0]}" if fit else ""
@@ -494,11 +518,9 @@ def _list_json_objects(path: Path, lines: list[tuple[int, str]]) -> Iterator[tup
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as e:
-            _raise_error(path, number, f"not JSON ({e}); each line is one request, as {_FORMATS}")
+            _raise_error(path, number, f"not JSON ({e}); a file of requests has {_FORMATS}")
         if not isinstance(value, dict):
-            _raise_error(
-                path, number, f"{type(value).__name__}, not a JSON object; each line is one request, as {_FORMATS}"
-            )
+            _raise_error(path, number, f"not a JSON object; a file of requests has {_FORMATS}")
         yield number, value
 
 

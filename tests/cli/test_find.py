@@ -84,7 +84,7 @@ def test_search_finds_the_limit_of_a_grid_and_writes_a_run(call, replay: list[st
 def test_search_without_a_solution_exits_with_3(call, replay: list[str], tmp_path: Path) -> None:
     code, out, _ = call(*replay, "--find", "rate=0.1-4", "--slo", "ttft=1", "-o", str(tmp_path / "run"))
     assert code == 3
-    assert "no load holds the SLO; 0.1 requests/s (TTFT p90 " in out
+    assert "no load holds the SLO; the lowest is 0.1 requests/s (TTFT p90 " in out
 
 
 @pytest.mark.parametrize(

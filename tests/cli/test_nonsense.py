@@ -51,7 +51,7 @@ def typed(*words: str) -> int:
             "serve --requests none.csv",
             "cannot be read (No such file or directory); name a file that holds lines such as",
         ),
-        ("serve --requests empty", "--requests empty is not a file, and every rank reads it again; name a file"),
+        ("serve --requests empty", "--requests empty is not a regular file, and it is read several times; name a file"),
         ("import list.json --from vllm", "holds an empty list, and no result. Run the benchmark again"),
         ("recommend --machine H200 -o file", "file is not a folder; name another one with -o."),
         (

@@ -441,7 +441,7 @@ async def models_without_end(request: Request) -> None:
     await request.pour(b'{"id":"m"},' * 1000)
 
 
-@serves(path="/v1/models", refused="say with --model which is meant")
+@serves(path="/v1/models", refused="name one with --model")
 async def models_200000(request: Request) -> None:
     """List as many models as fit into the limit."""
     await request.plain({"data": [{"id": f"{i}"} for i in range(200_000)]})

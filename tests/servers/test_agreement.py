@@ -654,6 +654,9 @@ def test_exit_code_of_verify_url_follows_the_verdict(tmp_path: Path, capsys: pyt
     with run_test_server("", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
         cli.main(["verify", "--url", url, *words, "--json"])
     assert not end.value.code
+    with pytest.raises(SystemExit) as again:
+        cli.main(["verify", "--url", url, *words])
+    assert again.value.code == 2, "answers of another comparison are not replaced"
     found = json.loads(capsys.readouterr().out)
     (result,) = found["results"]
     assert (found["verdict"], result["verdict"], result["url"]) == (CONSISTENT, CONSISTENT, url)

@@ -164,6 +164,12 @@ def test_engine_with_separate_prefill_is_not_replayed_with_vllm_policy(
         (["--mode", "replay", "--step-times", "none.json"], "no such file"),
         (["--mode", "live,replay", "--step-times", "none.json"], "use --mode replay alone"),
         (["--mode", "replay", "--step-times", "f.json", "--engine", "vllm"], "needs no server; leave out --engine"),
+        (["--mode", "replay", "--step-times", "f.json", "--endpoint", "chat"], "leave out --endpoint"),
+        (["--mode", "replay", "--step-times", "f.json", "--client", "retries=1"], "leave out --client"),
+        (["--mode", "replay", "--step-times", "f.json", "--token-budget", "9"], "leave out --token-budget"),
+        (["--mode", "replay", "--step-times", "f.json", "--gpu", "H200"], "leave out --gpu"),
+        (["--mode", "replay", "--step-times", "f.json", "--timeout", "start=9"], "leave out --timeout start"),
+        (["--mode", "replay", "--url", "http://127.0.0.1:1", "--traces", "x"], "--traces is for loads that are sent"),
         (["--mode", "replay", "--url", "http://127.0.0.1:1", "--token-budget", "0"], "is not positive"),
     ],
 )

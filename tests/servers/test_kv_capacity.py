@@ -131,7 +131,7 @@ def test_conflicting_capacities_are_reported_with_both_numbers() -> None:
     ]
     found = ServerInfo(engine="vllm", kv=vllm(tokens=LOGGED), metrics=True)
     assert found.with_kv_capacity(dp=1, dcp=2, log=LINE.format("", 5)).notes == [
-        "The KV capacity of the server is recorded as 19,678,989 tokens (by kv_cache_size_tokens), but its log says 5."
+        "The KV capacity of the server is recorded as 19,678,989 tokens (by kv_cache_size_tokens), but its log has 5."
     ]
     assert found.with_kv_capacity(dp=1, dcp=2).notes == []
 

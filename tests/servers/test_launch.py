@@ -298,7 +298,7 @@ VLLMS = """(EngineCore_0 pid=7) ERROR 11-23 AssertionError: DCP not supported fo
             "a.ValidationError: 1 validation error for VllmConfig\n  Value error, DCP needs more heads [type=value_error, x]\n    more",
             "a.ValidationError: 1 validation error for VllmConfig: Value error, DCP needs more heads",
         ),
-        ("", "it wrote nothing"),
+        ("", "no output"),
     ],
 )
 def test_reason_quotes_the_root_cause_in_the_server_log(log: str, reason: str) -> None:
@@ -426,8 +426,13 @@ def test_server_is_started_with_its_profiler_for_traces() -> None:
     [
         ('command = "x {port}"', "missing required field `name`"),
         ('name = "x"\ncommand = "x"', "has no {port}"),
-        ('name = "x"\ncommand = "x {port} {tpp}"', "{tpp} stands for nothing; these do: model"),
+        ('name = "x"\ncommand = "x {port} {tpp}"', "{tpp} is no placeholder; these are: model"),
         ('name = "x"\ncommand = "x {port"', "cannot be read"),
+        ('name = "x"\ncommand = "x {port} {tp!z}"', "{tp!z} is no placeholder"),
+        ('name = "x"\ncommand = "x {port} {tp:zz}"', "{tp:zz} is no placeholder"),
+        ("name = 'x'\ncommand = 'x {port} \"'", "close every quote"),
+        ('name = ""\ncommand = "x {port}"', "name is empty"),
+        ('name = "x"\ncommand = "x {port}"\n[env]\n"A=B" = "1"', "env.A=B is no environment variable"),
         ('name = "x"\ncommand = "x {port}"\nready = "health"', "is no path"),
         ('name = "x"\ncommand = "x {port}"\n[flags]\na = []', "flags.a is empty"),
         ('name = "x"\ncommand = "x {port}"\n[layout]\ntpp = "-tpp 2"', "layout.tpp is none of"),
@@ -451,6 +456,10 @@ def test_invalid_engine_file_raises_usage_error(content: str, message: str, tmp_
         ("--engine vllm", "--engine needs --model"),
         ("--engine vllm --model m --tp 3 --dcp 2", "dcp"),
         ("--serve-cmd x --model m", "has no {port}"),
+        ("--serve-cmd x'{port} --model m", "close every quote"),
+        ("--serve-cmd {port}", "--serve-cmd needs --model"),
+        ("--engine vllm --model m --gpu count=8", "--gpu count is for --url"),
+        ("--engine vllm --model m,n", "--model m,n: a server has one value"),
         (
             "--engine vllm --model m --backend triton",
             "--backend is an option of `dcpbench serve`, which measures dcpbench's own engine.",
@@ -464,6 +473,45 @@ def test_invalid_options_are_refused_before_a_server_starts(
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["server", "sweep", "verify"])
+@pytest.mark.parametrize(
+    ("degrees", "named"),
+    [("--tp 1,2 --dcp 1", "--tp"), ("--tp 4 --dp 1,2 --dcp 1", "--dp"), ("--tp 4 --dcp 1,2", "--dcp")],
+)
+def test_layouts_with_the_same_command_are_refused(
+    command: str, degrees: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The servers would be the same, and their points would be compared as different layouts."""
+    file = tmp_path / "e.toml"
+    file.write_text('name = "x"\ncommand = "x --port {port}"')
+    code, _, err = dcpbench(capsys, command, "--engine", str(file), "--model", "m", *degrees.split(), "--dry-run")
+    assert (code, f"servers with different {named} would have the same command" in err) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["sweep", "verify"])
+@pytest.mark.parametrize(
+    "option", ["--page-size interleave=4", "--collectives q-replicate=yes", "--kv-dtype fp8", "--ep 3"]
+)
+def test_option_without_flags_in_the_engine_file_is_refused(
+    command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server would run without the option, and the record would state it."""
+    file = tmp_path / "e.toml"
+    file.write_text('name = "x"\ncommand = "x --port {port} {tp} {dcp}"\n[layout]\nep = "--ep"')
+    words = ["--engine", str(file), "--model", "m", "--tp", "2", "--dcp", "2", *option.split(), "--dry-run"]
+    code, out, err = dcpbench(capsys, command, *words)
+    assert (code, f"x has no {option.removesuffix('=yes')}" in out + err) == (2, True)
+
+
+def test_expert_parallelism_is_an_axis_of_started_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    """`4` and `tp` are the same degree at tp 4, so two servers are started."""
+    code, _, err = dcpbench(
+        capsys, *["server", "--engine", "vllm", "--model", "m", "--tp", "4", "--ep", "1,tp,4", "--dry-run"]
+    )
+    flags = [line for line in err.splitlines() if line.startswith("vllm serve")]
+    assert (code, ["--enable-expert-parallel" in line for line in flags]) == (0, [False, True])
 
 
 def test_dry_run_prints_each_server_command_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -668,7 +716,7 @@ def test_engine_arguments_are_appended_to_its_command() -> None:
     engine = resolve_engine("vllm", None, """--max-model-len 70000 --compilation-config '{"mode": 0}'""")
     words = engine.make_command(make_server_point(), {}, "m", 80)
     assert words[-4:] == ["--max-model-len", "70000", "--compilation-config", '{"mode": 0}']
-    with pytest.raises(UsageError, match=r"--engine-args .* close every quote"):
+    with pytest.raises(UsageError, match=r"--engine-args: .* close every quote"):
         resolve_engine("vllm", None, "--x '")
 
 

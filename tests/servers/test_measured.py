@@ -268,8 +268,8 @@ def test_engine_version_and_kv_capacity_are_detected() -> None:
 @pytest.mark.parametrize(
     ("models", "name", "message"),
     [
-        ([], None, "the server names no model; say with --model which is meant."),
-        (["a", "b"], None, "the server serves a and b; say with --model"),
+        ([], None, "the server names no model; name one with --model."),
+        (["a", "b"], None, "the server serves a and b; name one with --model"),
         (["a", "b"], "c", "--model c: the server serves a and b; leave --model out, or name one of these."),
         (["a", "b"], "b", None),
         (["a"], None, None),

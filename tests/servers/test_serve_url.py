@@ -155,8 +155,8 @@ def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capt
     ("words", "message"),
     [
         ("--backend triton", "--backend is an option of `dcpbench serve`, which measures dcpbench's own engine."),
-        ("--tp 4,8", "the server at --url has one"),
-        ("--dcp 8", "say how many GPUs the server has, for example --tp 8"),
+        ("--tp 4,8", "a server has one value"),
+        ("--dcp 8", "add the number of the server's GPUs, for example --tp 8"),
         ("--nodes 2", "--nodes is an option of `dcpbench serve`, which measures dcpbench's own engine."),
         ("--endpoint embeddings", "embeddings"),
         ("--timeout 0", "--timeout 0 is not a positive number"),
@@ -172,6 +172,10 @@ def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capt
         ("--extra-body [1]", "is no JSON object"),
         ('--extra-body {"stream":false,"model":"m"}', "dcpbench sets model and stream itself; leave them out"),
         ('--extra-body {"max_tokens":5}', "dcpbench sets max_tokens itself; leave it out"),
+        ("--timeout start=9", "--timeout start is for servers that dcpbench starts"),
+        ("--device tpu", "--device tpu is unknown"),
+        ("--tp 8 --gpu H200,count=4", "--gpu count=4: a server has at least 8"),
+        ("--gpu H200,count=0", "--gpu count=0: a server has at least 1"),
         ("--serve-cmd x{port}", "leave out --url http://127.0.0.1:9 to start one, or leave out --serve-cmd."),
     ],
 )

@@ -221,13 +221,13 @@ class TestPoint:
         degrees = {"tensor_parallel_size": "4", "data_parallel_size": "2", "decode_context_parallel_size": "2"}
         record, _ = one(tmp_path, "vllm", files.vllm(**degrees))
         assert record.point.layout_name == "tp8·dp2·dcp2"
-        with pytest.raises(UsageError, match="says tp 8, dp 2, dcp 2; leave --tp"):
+        with pytest.raises(UsageError, match="has tp 8, dp 2, dcp 2; leave --tp"):
             imported(tmp_path, "vllm", files.vllm(**degrees), tp=4)
 
     def test_impossible_layout_raises_records_error(self, tmp_path: Path) -> None:
         """dcp 3 does not divide 4 ranks; a record with it could not be read."""
         degrees = {"tensor_parallel_size": "4", "decode_context_parallel_size": "3"}
-        with pytest.raises(RecordsError, match=r"says a layout that cannot be.*--dcp 3 does not divide --tp 4"):
+        with pytest.raises(RecordsError, match=r"has an impossible layout.*--dcp 3 does not divide --tp 4"):
             imported(tmp_path, "vllm", files.vllm(**degrees))
 
     @pytest.mark.parametrize(
@@ -709,7 +709,7 @@ class TestCurves:
     def test_length_options_override_lengths_of_names(self, tmp_path: Path) -> None:
         self.import_notes(tmp_path, REAL / "glm-4.7_1k1k", "vllm", input_len=1000, output_len=1000)
         assert list(curves(tmp_path / "run")) == ["zai-org/GLM-4.7 | 1,000 in · 1,000 out | layout unknown"]
-        with pytest.raises(UsageError, match=r"requests had 1,024 tokens in and .* not what --input-len"):
+        with pytest.raises(UsageError, match=r"requests had 1,024 tokens in and .* leave out --input-len"):
             self.import_notes(tmp_path, REAL / "glm-4.7_1k1k", "vllm", input_len=100_000)
 
     def test_lengths_of_a_name_that_contradict_token_sums_are_ignored(self, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ class TestValues:
         assert "no itls" in import_error(tmp_path, json.dumps(result))
 
     def test_lists_that_contradict_the_summary_are_refused(self, tmp_path: Path) -> None:
-        assert "says that 2 requests completed, while its lists hold 3" in import_error(
+        assert "states that 2 requests completed, while its lists hold 3" in import_error(
             tmp_path, line(VLLM, completed=2)
         )
 
@@ -303,3 +303,10 @@ def test_any_value_of_a_routed_server_gives_a_record_or_an_error(
         message = str(path)
         assert len(read_records(tmp_path / "run")) == 1
     assert str(path) in message
+
+
+@pytest.mark.parametrize("name", ["model", "gpu", "dtype"])
+def test_empty_option_is_refused(tmp_path: Path, name: str) -> None:
+    """The name in the file would silently be kept."""
+    with pytest.raises(UsageError, match=f"--{name} is empty"):
+        import_files([tmp_path / "none.json"], "vllm", tmp_path / "run", Overrides(**{name: ""}))

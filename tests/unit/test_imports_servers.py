@@ -109,11 +109,11 @@ class TestGpus:
         result = summary(tensor_parallel_size="4", pipeline_parallel_size="2")
         record, _ = one(tmp_path, "vllm", result, tp=4)
         assert record.point.gpus == 8
-        with pytest.raises(UsageError, match=r"says tp 4, dp 1, dcp 1, pp 2; leave --tp, --pp out"):
+        with pytest.raises(UsageError, match=r"has tp 4, dp 1, dcp 1, pp 2; leave --tp, --pp out"):
             one(tmp_path, "vllm", result, tp=4, pp=4)
 
     def test_degree_options_are_refused_for_inferencex(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"says tp 8, dp 1, dcp 1; leave --tp, --pp out"):
+        with pytest.raises(UsageError, match=r"has tp 8, dp 1, dcp 1; leave --tp, --pp out"):
             one(tmp_path, "inferencex", files.inferencex(), tp=8, pp=2)
 
     @pytest.mark.parametrize("options", [{"pp": 2}, {"tp": 4, "pp": 0}, {"tp": 4, "pcp": 1 << 20}], ids=str)
@@ -122,7 +122,7 @@ class TestGpus:
             one(tmp_path, "vllm", summary(), **options)
 
     def test_degrees_above_the_limit_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(RecordsError, match="says pp 100,000, more ranks than a layout can have"):
+        with pytest.raises(RecordsError, match="has pp 100,000, more ranks than a layout can have"):
             one(tmp_path, "vllm", summary(tp="4", pp="100000"))
 
 
@@ -395,7 +395,7 @@ class TestUnreadable:
             ('{"model_id": ', "is cut short"),
             (json.dumps(summary(duration=0.0)), "took no time"),
             (json.dumps(summary(duration=-1.0)), "duration is -1.0"),
-            (json.dumps(summary(tp="4", dcp="3")), "says a layout that cannot be"),
+            (json.dumps(summary(tp="4", dcp="3")), "has an impossible layout"),
             (json.dumps(files.vllm(ttfts=[0.5])), "differ in length"),
         ],
         ids=["empty", "cut", "no-time", "negative", "layout", "lists"],

@@ -275,7 +275,7 @@ def test_invalid_bounds_are_refused(find: Find, message: str) -> None:
 @pytest.mark.parametrize(
     ("bounds", "given", "message"),
     [
-        (RATES, {}, "add --slo ttft=2000,itl=60"),
+        (RATES, {}, "add for example --slo ttft=2000,itl=60"),
         (RATES, {"slo": "ttft=9", "request_rate": "2"}, "--find rate and --request-rate contradict"),
         (CLIENTS, {"slo": "ttft=9", "request_rate": "2"}, "--find concurrency and --request-rate contradict"),
         (CLIENTS, {"slo": "ttft=9", "concurrency": "2"}, "--find concurrency and --concurrency contradict"),
@@ -314,7 +314,7 @@ def test_lowest_load_is_measured_if_no_load_holds() -> None:
     assert found.limit is None
     assert found.failed is not None
     assert found.failed.load == RATES.low
-    assert "no load holds the SLO; 0.01 requests/s (TTFT p99 200 ms; " in found.format()
+    assert "no load holds the SLO; the lowest is 0.01 requests/s (TTFT p99 200 ms; " in found.format()
 
 
 def test_limit_is_the_upper_bound_if_every_load_holds() -> None:

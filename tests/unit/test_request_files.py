@@ -115,8 +115,8 @@ class TestOrder:
         ("arrival_s,input_tokens\n3,4\n", "line 1: no column 'output_tokens'"),
         ("{\n", "line 1: not JSON"),
         ("[" * 100_000, "line 1: not JSON"),
-        (f"[{OWN}]", "line 1: list, not a JSON object; each line is one request"),
-        (f"{OWN}\nnull\n", "line 2: NoneType, not a JSON object"),
+        (f"[{OWN}]", "line 1: not a JSON object; a file of requests has lines such as"),
+        (f"{OWN}\nnull\n", "line 2: not a JSON object"),
         (f"{OWN}\n{OWN[:-1]}\n", "line 2: not JSON"),
         (f"\n{OWN}\n\n{OWN},\n", "line 4: not JSON"),
         ("{}", "line 1: neither 'prompt' nor 'input_tokens'"),
@@ -170,7 +170,7 @@ def test_invalid_file_raises_usage_error_with_its_line(read, text: str | bytes, 
 def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--requests .*none cannot be read"):
         read_requests(tmp_path / "none")
-    with pytest.raises(UsageError, match="is not a file"):
+    with pytest.raises(UsageError, match="is not a regular file"):
         read_requests(tmp_path)
 
 
@@ -197,6 +197,18 @@ class TestReadings:
         )
         trace = read_requests(tmp_path / "x.data", Reading(columns=names, unit=unit))
         assert trace.rows[1].arrival_s == {"s": 2.0, "ms": 2e-3, "us": 2e-6, "ns": 2e-9}[unit]
+
+    @pytest.mark.parametrize("ours", ["arrival", "hash_ids", "session", "delay"])
+    def test_named_column_that_no_request_has_is_refused(self, tmp_path: Path, ours: str) -> None:
+        """Without its times the file would be served in a closed loop, without a session each request on its own."""
+        path = tmp_path / "r.csv"
+        path.write_text("when,in,out,empty\n0,5,2,\n1,6,3,\n")
+        for theirs in ("nowhere", "empty"):
+            columns = f"input_tokens:in/output_tokens:out/{ours}:{theirs}"
+            with pytest.raises(
+                UsageError, match=f"no request has '{theirs}', .* names for {ours}; its columns are when"
+            ):
+                read_requests(path, Reading(columns=columns, unit="s"))
 
     def test_dates_need_no_time_unit(self, tmp_path: Path) -> None:
         path = tmp_path / "x.csv"

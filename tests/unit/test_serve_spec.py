@@ -244,14 +244,24 @@ class TestTraces:
     def test_prefix_groups_of_a_file_require_prefix_share(self, tmp_path: Path) -> None:
         path = tmp_path / "r.jsonl"
         path.write_text('{"input_tokens": 3, "output_tokens": 4, "prefix_group": 1}\n')
-        with pytest.raises(UsageError, match="say with --prefix-share how much"):
+        with pytest.raises(UsageError, match=r"for example --prefix-share 0\.5"):
             expand(requests=str(path))
         assert list_loads(requests=str(path), prefix_share=0.5)
+
+    def test_groups_next_to_prompts_are_refused_once(self, tmp_path: Path) -> None:
+        """With --prefix-share, too, as no value of it would be right."""
+        path = tmp_path / "r.jsonl"
+        path.write_text(
+            '{"input_tokens": 3, "output_tokens": 4, "prefix_group": 1}\n{"prompt": [3], "output_tokens": 4}\n'
+        )
+        for share in (None, 0.5):
+            with pytest.raises(UsageError, match="prefix_group in some requests, and prompt or hash_ids in others"):
+                expand(requests=str(path), prefix_share=share)
 
     def test_prefix_hashes_of_a_file_exclude_prefix_share(self, tmp_path: Path) -> None:
         path = tmp_path / "r.jsonl"
         path.write_text('{"timestamp": 0, "input_length": 512, "output_length": 4, "hash_ids": [1]}\n')
-        with pytest.raises(UsageError, match="says itself what its prompts share; leave --prefix-share out"):
+        with pytest.raises(UsageError, match="states what its prompts share; leave --prefix-share out"):
             expand(requests=str(path), prefix_share=0.5)
 
     def test_token_ids_of_a_file_must_be_within_the_vocabulary(self, tmp_path: Path) -> None:
@@ -292,8 +302,8 @@ def test_step_times_folder_is_refused_with_a_file_in_it(tmp_path: Path) -> None:
         ({"request_rate": "fast"}, "--request-rate fast: not a number; write for example --request-rate 0.5,2"),
         ({"request_rate": ""}, "--request-rate is empty"),
         ({"request_rate": True}, "--request-rate True: not a number"),
-        ({"burstiness": 0, "request_rate": 1}, "--burstiness 0 is not positive"),
-        ({"burstiness": 1e-300, "request_rate": 1}, "--burstiness 1e-300 is not positive, or too near to 0"),
+        ({"burstiness": 0, "request_rate": 1}, "--burstiness 0 is no number from 0.001 on"),
+        ({"burstiness": 1e-300, "request_rate": 1}, "--burstiness 1e-300 is no number from 0.001 on"),
         ({"burstiness": "x", "request_rate": 1}, "--burstiness x: not a number; write for example --burstiness 0.5"),
         ({"request_rate": "1e-308"}, "the last of 16 requests would come after years"),
         ({"burstiness": 2}, "--burstiness shapes --request-rate, which was not given"),
@@ -315,10 +325,10 @@ def test_step_times_folder_is_refused_with_a_file_in_it(tmp_path: Path) -> None:
         ({"slo": ""}, "--slo is empty"),
         (
             {"concurrency": "4", "num_requests": "2"},
-            "more than the 2 requests, so that fewer are in flight; use --num-requests 40",
+            "more than there are requests (2); use --num-requests 40",
         ),
         ({"concurrency": "0"}, "--concurrency 0 is not positive"),
-        ({"concurrency": "17"}, "--concurrency 17 is more than the 16 requests"),
+        ({"concurrency": "17"}, "--concurrency 17 is more than there are requests (16)"),
         ({"seed": -1}, "--requests seed=-1 is negative"),
         ({"chunk": 0}, "--prefill chunk=0 is not positive"),
         ({"policy": "fair"}, "--prefill policy=fair is unknown. Known: mixed, prefill-first"),
@@ -596,7 +606,7 @@ class TestInstances:
         ("options", "message"),
         [
             ({"disaggregate": "1:1"}, "add gb-s=50"),
-            ({"disaggregate": "2", "transfer_gb_s": 50}, "no KV crosses; add --disaggregate 1:1"),
+            ({"disaggregate": "2", "transfer_gb_s": 50}, "no KV is sent; add for example --disaggregate 1:1"),
             ({"transfer_ms": 3}, "--disaggregate ms without instances"),
             ({"disaggregate": "0:2", "transfer_gb_s": 50}, "no instance would prefill"),
             ({"disaggregate": "2:0", "transfer_gb_s": 50}, "no instance would decode"),
