@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import math
 import time
 from typing import TYPE_CHECKING, Self
 
@@ -87,9 +86,9 @@ class DecodeStreams:
         arrivals = [merge_arrivals(r.counts.time_s, r.counts.tokens) for r in self.replies[:requests]]
         return [np.array(compute_token_times(times, tokens)) for times, tokens in arrivals]
 
-    def list_arrivals(self) -> list[NDArray[np.float64]]:
-        """Return when each token of each request arrived, equal times for those that arrived together."""
-        return [np.repeat(np.array(r.counts.time_s), r.counts.tokens) for r in self.replies]
+    def list_arrivals(self, requests: int | None = None) -> list[NDArray[np.float64]]:
+        """Return when each token of each request, or of the first ones, arrived: equal times for those that arrived together."""
+        return [np.repeat(np.array(r.counts.time_s), r.counts.tokens) for r in self.replies[:requests]]
 
     def compute_divided_share(self, begin_s: float) -> float:
         """Return the share of tokens since `begin_s` that arrived together with others of their request."""
@@ -201,20 +200,17 @@ def compute_step_times_ms(token_s: Sequence[NDArray[np.float64]], begin_s: float
     return [float(gap) * 1e3 for gap in np.median(gaps, axis=0)]
 
 
-def find_gap_ms(
-    times: NDArray[np.float64], moment_s: float, tolerance_s: float, begin_s: float = -math.inf
-) -> tuple[float, float] | None:
+def find_gap_ms(times: NDArray[np.float64], moment_s: float, tolerance_s: float) -> tuple[float, float] | None:
     """Return the gap of a stream in ms in which another request's first token came at `moment_s`, and the moment at which it ended.
 
-    The gap ends with the first token at `moment_s` or later, or with one that came up to `tolerance_s` earlier, as tokens of one
-    step are not sent at the same time: the longest of these gaps, because the step of a prompt is longer than those around it.
-    Gaps that begin before `begin_s` belong to an earlier step, unless only one gap is left. None while no token has come since.
+    The gap ends with the first token at `moment_s` or later, unless one that came up to `tolerance_s` earlier is nearer, as tokens of
+    one step are not sent at the same time. None while no token has come since.
     """
-    earliest, begin, last = (int(np.searchsorted(times, at)) for at in (moment_s - tolerance_s, begin_s, moment_s))
-    if last == len(times) or last == 0:
+    end = int(np.searchsorted(times, moment_s))
+    if end == len(times) or end == 0:
         return None
-    ends = range(min(max(earliest, begin + 1), last), last + 1)
-    end = max(ends, key=lambda index: float(times[index] - times[index - 1]))
+    earlier_s = moment_s - float(times[end - 1])
+    end -= end > 1 and earlier_s <= min(tolerance_s, float(times[end]) - moment_s)
     return float(times[end] - times[end - 1]) * 1e3, float(times[end])
 
 

@@ -65,7 +65,9 @@ FILLED_STEPS = 2  # steps of the prompt behind which several prompts wait: a sch
 PREFIX_FILLED_STEPS = FILLED_STEPS + 1  # the same for a prompt that begins in the last of them
 MIN_DELAY_SHARE = 0.5  # of a decode step: shorter delays of a first token are noise
 MAX_SPREAD = 0.1  # of a step: prompts did not share it if their first tokens are further apart
-MAX_LATER = 0.5  # of a decode step by which tokens of decodes come after a prompt's first token in the same step; else in the next
+MAX_LATER = (
+    0.5  # of a decode step between tokens of decodes and a prompt's first token in the same step; else in another step
+)
 
 
 class Refusal(enum.Enum):
@@ -627,8 +629,8 @@ async def _measure_mixed(probe: StepProbe, case: Case, *, hide_launch: bool) -> 
             await streams.wait_for_chunks(STEPS_BETWEEN)
             if not in_time:
                 return None
-            since = found.before_s - MAX_LATER * decode_s if hide_launch else -math.inf
-            gaps = [find_gap_ms(times, came, decode_s, since) for times in streams.list_token_times(GAP_REQUESTS)]
+            arrivals = streams.list_arrivals(GAP_REQUESTS)
+            gaps = [find_gap_ms(times, came, MAX_LATER * decode_s) for times in arrivals]
             known = [gap for gap in gaps if gap is not None]
             if not hide_launch:
                 queued.append((statistics.median(end - gap / 1e3 for gap, end in known) - sent) / decode_s)
