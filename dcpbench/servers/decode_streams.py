@@ -86,6 +86,10 @@ class DecodeStreams:
         arrivals = [merge_arrivals(r.counts.time_s, r.counts.tokens) for r in self.replies[:requests]]
         return [np.array(compute_token_times(times, tokens)) for times, tokens in arrivals]
 
+    def list_arrivals(self, requests: int | None = None) -> list[NDArray[np.float64]]:
+        """Return when each token of each request, or of the first ones, arrived: equal times for those that arrived together."""
+        return [np.repeat(np.array(r.counts.time_s), r.counts.tokens) for r in self.replies[:requests]]
+
     def compute_divided_share(self, begin_s: float) -> float:
         """Return the share of tokens since `begin_s` that arrived together with others of their request."""
         arrivals = [merge_arrivals(r.counts.time_s, r.counts.tokens) for r in self.replies]
@@ -199,17 +203,29 @@ def compute_step_times_ms(token_s: Sequence[NDArray[np.float64]], begin_s: float
 def find_gap_ms(times: NDArray[np.float64], moment_s: float, tolerance_s: float) -> tuple[float, float] | None:
     """Return the gap of a stream in ms in which another request's first token came at `moment_s`, and the moment at which it ended.
 
-    The gap ends with the first token at `moment_s` or later, or with one that came up to `tolerance_s` earlier, as tokens of one
-    step are not sent at the same time: the longest of these gaps, because the step of a prompt is longer than those around it.
-    None while no token has come since.
+    The gap ends with the first token at `moment_s` or later, unless one that came up to `tolerance_s` earlier is nearer, as tokens of
+    one step are not sent at the same time. None while no token has come since.
     """
-    first = int(np.searchsorted(times, moment_s - tolerance_s))
-    last = int(np.searchsorted(times, moment_s))
-    if last == len(times) or last == 0:
+    end = int(np.searchsorted(times, moment_s))
+    if end == len(times) or end == 0:
         return None
-    ends = range(max(first, 1), last + 1)
-    end = max(ends, key=lambda index: float(times[index] - times[index - 1]))
+    earlier_s = moment_s - float(times[end - 1])
+    end -= end > 1 and earlier_s <= min(tolerance_s, float(times[end]) - moment_s)
     return float(times[end] - times[end - 1]) * 1e3, float(times[end])
+
+
+def compute_delay_ms(times: NDArray[np.float64], moment_s: float) -> float | None:
+    """Return by how much the first token of a stream at `moment_s` or later came late, if the tokens after it catch up.
+
+    `times` are those at which tokens arrived. A server whose front end is busy sends no tokens meanwhile, and then those of all steps since at once. A line through the tokens of
+    the last half of the stream gives the time of the first one if it had been punctual. None without enough tokens.
+    """
+    after = times[int(np.searchsorted(times, moment_s)) :]
+    if len(after) < MIN_TOKENS:
+        return None
+    steps = np.arange(len(after) // 2, len(after))
+    _, punctual_s = np.polyfit(steps, after[steps] - after[0], 1)
+    return -float(punctual_s) * 1e3
 
 
 def _get_prompt_tokens(request: StreamedRequest, reply: StreamReply) -> int:

@@ -42,6 +42,7 @@ from dcpbench.servers.step_probe import (
     UnsupportedCaseError,
     check_case,
     measure_case,
+    measure_first_token_us,
     measure_request_times,
 )
 from dcpbench.serving import sglang_scheduler, vllm_scheduler
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
 
 MIN_QUEUED_AHEAD = 1.1  # decode steps from which a prompt waits for a step that was decided before it came
 MAX_REQUEST_SHARE = 0.25  # of a decode step: a longer request_ms hides whether a prompt waited for one step or for two
+MAX_STEP_SHARE = 0.1  # of a step with a prompt: longer decode steps hide how long a request takes until it is seen
 MIN_BEGIN_SHARE = 0.08  # of a step by which it is longer behind decode steps if its begin is delayed; less is noise
 MAX_FAILURES = 3  # cases in succession that a server may fail
 CASE_S = 2.0  # time limit of a case, once its requests run
@@ -168,12 +170,11 @@ def measure_server_steps(
     with sample_gpus(config.gpus.uuids if config.gpus else ()) as get_state:
         measured = asyncio.run(_measure_cases(points, engine, server, tell))
         gpu = get_state()
-    found, request_ms = measured.found, measured.times.request_ms
-    seen = [*found, *([measured.exposed] if measured.exposed is not None else [])]
-    asynchronous = _decides_ahead(seen, request_ms, config.engine_settings)
-    begin_ms = _compute_begin_ms(found, measured.exposed, asynchronous=asynchronous)
-    begin_ms = min(begin_ms, request_ms - MIN_REQUEST_MS)  # a request on an idle server takes both
-    times = RequestTimes(request_ms - begin_ms, _compute_launch_ms(measured.times, begin_ms))
+    found, exposed = (
+        [_remove_delays(one, measured.first_token_us) for one in some] for some in (measured.found, measured.exposed)
+    )
+    asynchronous = _decides_ahead([*found, *exposed], measured.times.request_ms, config.engine_settings)
+    times, begin_ms = _divide_request_times(measured.times, found, exposed, asynchronous=asynchronous)
     cases = [_make_measured_case(one, times) for one in found if not one.separate_prefill]
     warnings = {"cpu": config.device == CPU, DUMMY_WEIGHTS: config.dummy_weights, THROTTLED: is_throttled(gpu)}
     sizes = read_model_sizes(points[0].model)
@@ -193,6 +194,7 @@ def measure_server_steps(
             row_multiple=measured.row_multiple,
             request_ms=times.request_ms,
             begin_ms=begin_ms,
+            first_token_us=measured.first_token_us,
             asynchronous=asynchronous,
         ),
         gpu=gpu,
@@ -206,7 +208,10 @@ class _Measured:
     found: list[CaseSamples]
     row_multiple: int
     times: RequestTimes
-    exposed: CaseSamples | None  # decodes and a chunk behind decode steps, which hide less of its launch
+    exposed: list[
+        CaseSamples
+    ]  # decodes and a chunk behind decode steps, which hide less of its launch; empty if not measured
+    first_token_us: float
 
 
 async def _measure_cases(
@@ -234,8 +239,16 @@ async def _measure_cases(
         await cases.measure([*make_engine_cases(extent), *unaligned])
         mixed = _find_longest_mixed(cases.found)
         exposed = None if mixed is None or engine.policy != VLLM else await cases.measure_exposed(mixed.case)
-        times = await measure_request_times(probe)
-        return _Measured(found=cases.found, row_multiple=multiple, times=times, exposed=exposed)
+        tell("step times: first tokens of prompts")
+        first_token_us = await measure_first_token_us(probe)
+        times = await measure_request_times(probe, first_token_us)
+        return _Measured(
+            found=cases.found,
+            row_multiple=multiple,
+            times=times,
+            exposed=[] if exposed is None else [exposed],
+            first_token_us=first_token_us,
+        )
 
 
 class _Cases:
@@ -358,18 +371,47 @@ def _find_longest_mixed(found: Sequence[CaseSamples]) -> CaseSamples | None:
     return max(mixed, key=lambda one: (one.case.chunks[0].tokens, -one.case.decodes[0].requests), default=None)
 
 
-def _compute_begin_ms(found: Sequence[CaseSamples], exposed: CaseSamples | None, *, asynchronous: bool) -> float:
+def _remove_delays(found: CaseSamples, first_token_us: float) -> CaseSamples:
+    """Return samples without the delays of first tokens, which begin or end them."""
+    late_ms = found.late_tokens * first_token_us / 1e3
+    least = min(found.samples_ms) / len(found.samples_ms)  # noise does not make a step negative
+    return msgspec.structs.replace(found, samples_ms=[max(ms - late_ms, least) for ms in found.samples_ms])
+
+
+def _divide_request_times(
+    idle: RequestTimes, found: Sequence[CaseSamples], exposed: Sequence[CaseSamples], *, asynchronous: bool
+) -> tuple[RequestTimes, float]:
+    """Return the times of a request without the begin of its step, and EngineServer.begin_ms; `idle`: with it, on the idle server."""
+    hidden = _find_longest_mixed(found)
+    begin_ms = (
+        0.0 if hidden is None else sum(_compute_begin_ms(hidden, one, asynchronous=asynchronous) for one in exposed)
+    )
+    begin_ms = min(begin_ms, idle.request_ms - MIN_REQUEST_MS)  # a request on an idle server takes both
+    waits = [_compute_request_ms(one, asynchronous=asynchronous) for one in exposed]
+    request_ms = next((ms for ms in waits if ms is not None), idle.request_ms - begin_ms)
+    return RequestTimes(request_ms, _compute_launch_ms(idle, begin_ms)), begin_ms
+
+
+def _compute_request_ms(exposed: CaseSamples, *, asynchronous: bool) -> float | None:
+    """Return the time from sending a prompt until the scheduler sees it, from its wait among decodes; None if they take too long.
+
+    It is seen within a decode step. An asynchronous engine has then planned the next step, another one begins that of the prompt.
+    """
+    steps, step_ms = exposed.queued_steps, exposed.decode_ms
+    if steps is None or step_ms is None or step_ms > MAX_STEP_SHARE * statistics.median(exposed.samples_ms):
+        return None
+    return max((steps - (1.5 if asynchronous else 0.5)) * step_ms, MIN_REQUEST_MS)
+
+
+def _compute_begin_ms(hidden: CaseSamples, exposed: CaseSamples, *, asynchronous: bool) -> float:
     """Return the time in ms from the decision for a step with chunks until the GPU begins it (EngineServer.begin_ms).
 
     A step behind a decode step waits for the rest of that time, and one behind a step with chunks does not. An asynchronous
     engine decides it when the decode step begins, another one when it ends. Differences below MIN_BEGIN_SHARE of the step are noise.
     """
-    hidden = _find_longest_mixed(found)
-    if exposed is None or hidden is None or exposed.decode_ms is None:
-        return 0.0
     step_ms = statistics.median(hidden.samples_ms)
     more_ms = statistics.median(exposed.samples_ms) - step_ms
-    if more_ms < MIN_BEGIN_SHARE * step_ms:
+    if more_ms < MIN_BEGIN_SHARE * step_ms or exposed.decode_ms is None:
         return 0.0
     return more_ms + (exposed.decode_ms if asynchronous else 0.0)
 

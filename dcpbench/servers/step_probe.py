@@ -9,7 +9,9 @@
              prompt that fills the steps before, which hide how long the host takes to begin a step, unless hide_launch is False; the
              steps between hold the prefix of its last chunk
 
-Samples contain what a user sees: HTTP, the scheduler and the detokeniser.
+Samples contain what a user sees: HTTP, the scheduler and the detokeniser. The front end of a server may be busy with the first token
+of a prompt, in proportion to its length, and sends no other tokens meanwhile (measure_first_token_us). A sample is then too long if it
+ends with such a token, and too short if it begins with one; `CaseSamples.late_tokens` states by how many prompt tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from dcpbench.errors import UsageError, WorkerError
 from dcpbench.records.stats import StopRule
 from dcpbench.servers.answers import StreamReply
 from dcpbench.servers.client import Client, RequestError
-from dcpbench.servers.decode_streams import DecodeStreams, StepWindow, StreamedRequest, find_gap_ms
+from dcpbench.servers.decode_streams import DecodeStreams, StepWindow, StreamedRequest, compute_delay_ms, find_gap_ms
 from dcpbench.servers.descriptors import raise_open_file_limit
 from dcpbench.servers.load import set_realtime_priority, stop_garbage_collection
 from dcpbench.servers.prompt_format import PATHS, PromptFormat
@@ -51,6 +53,7 @@ USUAL_TOKEN_BUDGET = 8192  # prompt tokens of a step if the server does not repo
 MIN_REPEATS = 7  # fewer samples have no 95 % interval of the median (records/stats.py)
 GAP_REQUESTS = 8  # requests by which the gap of a mixed case is measured
 STEPS_BETWEEN = 4  # decode steps between two prompts of a mixed case
+CATCH_UP_STEPS = 48  # decode steps after a first token, the last half of which are taken as punctual
 OVERHEAD_TOKENS, OVERHEAD_REPEATS = 8, 9
 MIN_REQUEST_MS = 0.1  # of a request outside of steps: a server never sees one in the instant of another's last token
 POLL_INTERVAL_S, PROGRESS_INTERVAL_S = 0.2, 1.0  # between two looks at the samples, and between two reports of progress
@@ -60,8 +63,11 @@ FILLED_S = 0.02  # after which prompts follow the one that fills steps
 SETTLE_S = 0.2  # after requests were cancelled; the engine ends them a step later
 FILLED_STEPS = 2  # steps of the prompt behind which several prompts wait: a scheduler may plan one step ahead
 PREFIX_FILLED_STEPS = FILLED_STEPS + 1  # the same for a prompt that begins in the last of them
+MIN_DELAY_SHARE = 0.5  # of a decode step: shorter delays of a first token are noise
 MAX_SPREAD = 0.1  # of a step: prompts did not share it if their first tokens are further apart
-MAX_LATER = 0.5  # of a decode step by which tokens of decodes come after a prompt's first token in the same step; else in the next
+MAX_LATER = (
+    0.5  # of a decode step between tokens of decodes and a prompt's first token in the same step; else in another step
+)
 
 
 class Refusal(enum.Enum):
@@ -141,6 +147,7 @@ class CaseSamples(msgspec.Struct, frozen=True, kw_only=True):
     counted_by: str = ""  # source of the number of tokens in a chunk, as in records of servers; empty without decodes
     client_cpu_share: float | None = None  # CPU time of the client over that of a decode window: at 1 it is too slow
     discarded: int = 0  # repeats that were left out because their prompts did not share a step
+    late_tokens: int = 0  # prompt tokens of first tokens that end a sample, less those of first tokens that begin it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -420,25 +427,59 @@ class RequestTimes:
     shortest_ms: float = 0.0  # of the shortest step with a prompt, which `launch_ms` is at least; 0: unknown
 
 
-async def measure_request_times(probe: StepProbe) -> RequestTimes:
+async def measure_first_token_us(probe: StepProbe) -> float:
+    """Return the time in µs for which the server's front end sends no tokens with the first token of a prompt, per prompt token.
+
+    A stream decodes when the first token of another prompt comes. Its tokens that come late are followed by others at once.
+    """
+    budget, case = probe.limits.max_batched_tokens or USUAL_TOKEN_BUDGET, Case(decodes=(Decodes(1, MIN_CONTEXT),))
+    longest = probe.limits.max_model_len
+    tokens = FILLED_STEPS * budget if longest is None else min(FILLED_STEPS * budget, longest - 1)
+    async with DecodeStreams(probe.client, _make_decodes(probe, case)) as streams:
+        window = await _open_window(streams, case, plan_decodes(probe.limits, case))
+        await streams.wait_for_chunks(STEPS_BETWEEN)
+        step_ms = statistics.median(window.list_samples_ms())
+
+        async def take() -> float | None:
+            [(_, came)] = await _send_prompts(probe, [tokens])
+            await streams.wait_for_chunks(CATCH_UP_STEPS)
+            [times] = streams.list_arrivals()
+            return compute_delay_ms(times, came - MAX_LATER * step_ms / 1e3)
+
+        samples, _, _ = await _repeat(probe, take, lambda: len(window.list_samples_ms()) >= MAX_STEPS)
+    await _settle(probe)
+    late_ms = statistics.median(samples) if samples else 0.0
+    return 1e3 * late_ms / tokens if late_ms > MIN_DELAY_SHARE * step_ms else 0.0
+
+
+async def measure_request_times(probe: StepProbe, first_token_us: float = 0.0) -> RequestTimes:
     """Return the times of a request outside of steps, from times to first token on the idle server.
 
     A prompt that fills a step takes its time behind another prompt, where the launch is hidden, and the time of a request; the
     launch is shorter than such a step. The time to first token of a very short prompt then is that of a request and of the launch.
+    All times are without `first_token_us` of each prompt token.
     """
     overhead, budget = await measure_overhead_ms(probe), probe.limits.max_batched_tokens
+    overhead -= OVERHEAD_TOKENS * first_token_us / 1e3
     if budget is None or not _takes_filler(probe.limits):
         decode = await measure_case(probe, Case(decodes=(Decodes(1, MIN_CONTEXT),)))
         request = max(overhead - statistics.median(decode.samples_ms), MIN_REQUEST_MS)
         return RequestTimes(request, max(overhead - request, 0.0))
-    short, _, _ = await _repeat(probe, lambda: _measure_several_ms(probe, [Chunks(1, OVERHEAD_TOKENS, 0)]))
-    whole, _, _ = await _repeat(probe, lambda: _measure_several_ms(probe, [Chunks(1, budget, 0)]))
+
+    async def measure_behind_ms(tokens: int) -> float | None:
+        """Return the median time of a prompt behind another one."""
+        chunks = [Chunks(1, tokens, 0)]
+        found, _, _ = await _repeat(probe, lambda: _measure_several_ms(probe, chunks))
+        late_us = first_token_us * _count_late_tokens(probe.limits, chunks)
+        return statistics.median(found) - late_us / 1e3 if found else None
+
+    short, whole = await measure_behind_ms(OVERHEAD_TOKENS), await measure_behind_ms(budget)
     alone, _, _ = await _repeat(probe, lambda: _measure_ttft_ms(probe, budget))
-    request = overhead - statistics.median(short) if short else overhead
-    if whole:
-        request = min(request, statistics.median(alone) - statistics.median(whole))
+    request = overhead - (short or 0.0)
+    if whole is not None:
+        request = min(request, statistics.median(alone) - budget * first_token_us / 1e3 - whole)
     request = max(request, MIN_REQUEST_MS)
-    return RequestTimes(request, max(overhead - request, 0.0), statistics.median(short) if short else 0.0)
+    return RequestTimes(request, max(overhead - request, 0.0), short or 0.0)
 
 
 def _takes_filler(limits: ServerLimits, steps: int = FILLED_STEPS) -> bool:
@@ -451,15 +492,17 @@ async def _measure_chunks(probe: StepProbe, case: Case) -> CaseSamples:
     """Measure a step of chunks alone, in one of three ways."""
     overhead = await measure_overhead_ms(probe)
     chunks = [c for c in case.chunks for _ in range(c.chunks)]
+    late_tokens = chunks[0].tokens
     if chunks[0].prefix and not chunks[0].prefix % (probe.limits.max_batched_tokens or 1):
         method, take = Method.PREFIX, lambda: _measure_difference_ms(probe, chunks[0])
     elif len(chunks) > 1 or _takes_filler(probe.limits):
         method, take = Method.BEHIND, lambda: _measure_several_ms(probe, chunks)
+        late_tokens = _count_late_tokens(probe.limits, chunks)
     else:
         method, take = Method.PREFILL, lambda: _measure_ttft_ms(probe, chunks[0].tokens)
     samples, discarded, precise = await _repeat(probe, take)
     if not samples and len(chunks) == 1 and method is Method.BEHIND and not chunks[0].prefix:
-        method = Method.PREFILL
+        method, late_tokens = Method.PREFILL, chunks[0].tokens
         samples, discarded, precise = await _repeat(probe, lambda: _measure_ttft_ms(probe, chunks[0].tokens))
     if not samples:
         raise WorkerError(
@@ -467,7 +510,13 @@ async def _measure_chunks(probe: StepProbe, case: Case) -> CaseSamples:
             "once. Measure a single prompt instead."
         )
     return CaseSamples(
-        case=case, samples_ms=samples, method=method, precise=precise, overhead_ms=overhead, discarded=discarded
+        case=case,
+        samples_ms=samples,
+        method=method,
+        precise=precise,
+        overhead_ms=overhead,
+        discarded=discarded,
+        late_tokens=late_tokens,
     )
 
 
@@ -531,12 +580,23 @@ async def _measure_several_ms(probe: StepProbe, chunks: Sequence[Chunks]) -> flo
     The time counts from the first token of the prompt before them. The last step of that prompt has capacity for the prefix of a
     single chunk.
     """
-    budget, steps = probe.limits.max_batched_tokens, PREFIX_FILLED_STEPS if chunks[0].prefix else FILLED_STEPS
-    assert budget is not None
-    found = await _send_behind(probe, [c.prefix + c.tokens for c in chunks], steps * budget - chunks[0].prefix, steps)
+    filler, steps = _count_filler_tokens(probe.limits, chunks)
+    found = await _send_behind(probe, [c.prefix + c.tokens for c in chunks], filler, steps)
     step = statistics.median(found.came_s) - found.before_s
     together = max(found.came_s) - min(found.came_s) <= MAX_SPREAD * step
     return step * 1e3 if found.in_time and step > 0 and together else None
+
+
+def _count_filler_tokens(limits: ServerLimits, chunks: Sequence[Chunks]) -> tuple[int, int]:
+    """Return the tokens and the steps of the prompt behind which chunks without decodes are timed."""
+    steps = PREFIX_FILLED_STEPS if chunks[0].prefix else FILLED_STEPS
+    assert limits.max_batched_tokens is not None
+    return steps * limits.max_batched_tokens - chunks[0].prefix, steps
+
+
+def _count_late_tokens(limits: ServerLimits, chunks: Sequence[Chunks]) -> int:
+    """Return CaseSamples.late_tokens of chunks that are timed behind another prompt."""
+    return sum(c.prefix + c.tokens for c in chunks) - _count_filler_tokens(limits, chunks)[0]
 
 
 async def _measure_difference_ms(probe: StepProbe, chunk: Chunks) -> float | None:
@@ -569,7 +629,8 @@ async def _measure_mixed(probe: StepProbe, case: Case, *, hide_launch: bool) -> 
             await streams.wait_for_chunks(STEPS_BETWEEN)
             if not in_time:
                 return None
-            gaps = [find_gap_ms(times, came, decode_s) for times in streams.list_token_times(GAP_REQUESTS)]
+            arrivals = streams.list_arrivals(GAP_REQUESTS)
+            gaps = [find_gap_ms(times, came, MAX_LATER * decode_s) for times in arrivals]
             known = [gap for gap in gaps if gap is not None]
             if not hide_launch:
                 queued.append((statistics.median(end - gap / 1e3 for gap, end in known) - sent) / decode_s)
@@ -595,4 +656,5 @@ async def _measure_mixed(probe: StepProbe, case: Case, *, hide_launch: bool) -> 
         decode_ms=decode_s * 1e3,
         queued_steps=statistics.median(queued) if queued else None,
         discarded=discarded,
+        late_tokens=prompt - (filler if hide_launch and not chunk.prefix else 0),
     )

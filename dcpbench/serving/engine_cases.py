@@ -167,7 +167,7 @@ def _list_sizes(budget: int) -> list[int]:
 
 
 def _iter_mixed_cases(extent: EngineExtent) -> Iterator[Case]:
-    """Yield decode rows next to a prompt, and a check between them.
+    """Yield decode rows next to a prompt, and checks.
 
     For an engine that does not mix them, yield one: it shows whether the engine decides a step ahead.
     """
@@ -191,7 +191,7 @@ def _iter_mixed_cases(extent: EngineExtent) -> Iterator[Case]:
 
 
 def _iter_prefixed_mixed_cases(extent: EngineExtent, most_rows: int) -> Iterator[Case]:
-    """Yield decode rows next to the last chunk of a prompt of two steps: most rows and a short chunk, one row and the longest chunk.
+    """Yield checks with the last chunk of a prompt of two steps: most decode rows and a short chunk, one row and the longest chunk.
 
     Each of both steps has the same decode rows.
     """
@@ -199,4 +199,4 @@ def _iter_prefixed_mixed_cases(extent: EngineExtent, most_rows: int) -> Iterator
     for rows, size in {most_rows: sizes[0], 1: sizes[-1]}.items():
         if extent.context > budget > rows and size > rows:
             decodes = Decodes(rows, extent.compute_max_context(extent.requests))
-            yield Case(decodes=(decodes,), chunks=(Chunks(1, size - rows, budget - rows),))
+            yield Case(decodes=(decodes,), chunks=(Chunks(1, size - rows, budget - rows),), use=CHECK)

@@ -74,6 +74,7 @@ class LoopTiming:
 
     request_s: float = 0.0  # time from sending a request until the scheduler sees it, with a server's way back
     asynchronous: bool = True  # True if a step is decided while the one before it runs, False if after it is read
+    first_token_s: float = 0.0  # for which a server sends no tokens with a prompt's first token, per prompt token
 
 
 OWN_LOOP = LoopTiming()
@@ -92,7 +93,7 @@ def replay_requests(
     Raise UsageError for a step outside the measured times.
     """
     deployed = scheduler if isinstance(scheduler, Deployment) else Deployment([scheduler])
-    traffic = Traffic(requests, deployed, concurrency, loop.request_s)
+    traffic = Traffic(requests, deployed, concurrency, loop.request_s, loop.first_token_s)
     return _Clock(traffic, deployed, times, limit_s, asynchronous=loop.asynchronous).run()
 
 
@@ -315,7 +316,11 @@ def get_loop_timing(engine: EngineServer | None) -> LoopTiming:
     """Return the times of a loop: those of another engine's server, or of dcpbench's own engine."""
     if engine is None:
         return OWN_LOOP
-    return LoopTiming(request_s=engine.request_ms / 1e3, asynchronous=engine.asynchronous)
+    return LoopTiming(
+        request_s=engine.request_ms / 1e3,
+        asynchronous=engine.asynchronous,
+        first_token_s=engine.first_token_us / 1e6,
+    )
 
 
 def _make_server(engine: EngineServer) -> Server:

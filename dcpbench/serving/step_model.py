@@ -3,7 +3,6 @@
     decode only    T(rows, KV)         read the weights that the rows need, and their KV
     prefill only   F(tokens, x) + …    weights and products for all tokens, and attention of each to x others
     mixed          F(all rows, x) + G(rows, KV)     decode rows are rows like others, but attend in their own way
-                   … + P(rows)                      another engine that runs chunks with a prefix more slowly next to decode rows
     uneven         … - S(rows) · share              some replicas have fewer rows than the fullest for the experts
     unaligned      … + U(rows)                      another engine whose kernels are slower for numbers of rows that are no
                                                     multiple of some number
@@ -363,24 +362,6 @@ class MixedTimes:
         return lines[low], lines[high], min(max(share, 0.0), 1.0)
 
 
-class PrefixedTimes:
-    """Additional time of a step with decode rows and a chunk that has a prefix: P(rows, prefix).
-
-    vLLM's steps of this kind take longer on an H200 than their parts. P grows in proportion to the prefix up to the measured
-    one, and is constant from there on. Beyond the measured rows, the nearest value is used.
-    """
-
-    def __init__(self, cases: Sequence[Sample], prefill: PrefillTimes, mixed: MixedTimes) -> None:
-        self.ms = Line(
-            (w.rows + w.tokens, ms - prefill(w.rows + w.tokens, w.pairs, w.prefix) - mixed(w)) for w, ms in cases
-        )
-        self.prefix = max(w.prefix for w, _ in cases)
-
-    def __call__(self, rows: int, prefix: int) -> float:
-        """Return the time in ms to add to PrefillTimes and MixedTimes."""
-        return self.ms.predict_clamped(rows) * min(prefix / self.prefix, 1.0)
-
-
 class UnalignedTimes:
     """Additional time of a step with chunks whose number of rows is no multiple of `multiple`: U(rows).
 
@@ -520,7 +501,6 @@ class StepModel:
         )
         decode = [(w, ms) for w, ms in line if w.rows and not w.tokens]
         mixed = [(w, ms) for w, ms in line if w.rows and w.tokens and not w.prefix]
-        prefixed = [(w, ms) for w, ms in line if w.rows and w.tokens and w.prefix]
         chunks = [(w, ms) for w, ms in line if w.tokens and not w.rows]
         self.most_graph_rows = (graph_batches or GRAPH_BATCHES)[-1]
         graphs = [s for s in decode if s[0].rows <= self.most_graph_rows]
@@ -540,7 +520,6 @@ class StepModel:
             pad_rows = _raise_rows
         self.prefill = PrefillTimes(chunks, gather, decode_rows, pad_rows=pad_rows)
         self.mixed = MixedTimes(mixed, self.prefill)
-        self.prefixed = PrefixedTimes(prefixed, self.prefill, self.mixed) if prefixed else None
         self.unaligned = UnalignedTimes(unaligned, self.prefill, row_multiple) if unaligned else None
         self.spared = SparedTimes(uneven, self.prefill) if uneven else None
         self.least = min(ms for _, ms in [*chunks, *uneven])
@@ -585,8 +564,7 @@ class StepModel:
         if not work.rows:
             return alone
         if self.mixed.sizes:
-            prefixed = self.prefixed(rows, work.prefix) if self.prefixed else 0.0
-            return alone + self.mixed(work) + prefixed
+            return alone + self.mixed(work)
         if work.tokens:
             raise _make_outside_error(f"{work.rows} decode rows in a step with chunks", "steps with only one of both")
         # Replicas of one request each: next to one with a chunk, another decodes. The remaining part of G is the read

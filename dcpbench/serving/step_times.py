@@ -175,6 +175,7 @@ class EngineServer(msgspec.Struct, frozen=True, kw_only=True):
     graph_batches: tuple[int, ...] = ()  # sizes that decodes are padded to, sorted; empty: unknown or none
     request_ms: float = 0.0  # time of a request outside steps: HTTP, tokenizing, idle engine's scheduling, way back
     begin_ms: float = 0.0  # from the decision for a prompt step to its start on an idle GPU: preparing, launching
+    first_token_us: float = 0.0  # for which the front end sends no tokens with a prompt's first token, per prompt token
     settings: str = ""  # flags that distinguish the server from others of its run, as a point has them
 
     @property
@@ -206,7 +207,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     emulated: Emulated | None = None  # communication model of the largest decode step of an emulated layout
     engine: EngineServer | None = None
     """Server of another engine on which the steps were measured; null for dcpbench's own engine. The samples are gaps between tokens and
-    differences of times to first token, as a client sees them, less `request_ms`."""
+    differences of times to first token, as a client sees them, less `request_ms` and the delays of first tokens."""
     gpu: Gpu | None = None  # clocks, power and temperature while measuring, each of the worst rank; None on the CPU
 
     def apply_factors(self, decodes: float, chunks: float) -> StepTimes:
@@ -428,8 +429,9 @@ def _find_engine_problem(engine: EngineServer, replicas: int) -> str:
         return f"max_chunk is {engine.max_chunk}, which is not from 0 to {MAX_ENGINE_TOKENS:,}"
     if engine.kv_tokens is not None and engine.kv_tokens < 2 * engine.block_tokens:
         return f"kv_tokens are {engine.kv_tokens:,}, less than two blocks of {engine.block_tokens:,}"
-    if not 0 <= engine.request_ms <= MAX_NUMBER:
-        return f"request_ms is {engine.request_ms:g}, which is no time"
+    for name in ("request_ms", "begin_ms", "first_token_us"):
+        if not 0 <= (value := getattr(engine, name)) <= MAX_NUMBER:
+            return f"{name} is {value:g}, which is no time"
     return ""
 
 

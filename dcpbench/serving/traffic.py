@@ -79,18 +79,21 @@ class Traffic:
         scheduler: Scheduler | Deployment,
         concurrency: int | None,
         delay_s: float = 0.0,
+        first_token_s: float = 0.0,
     ) -> None:
         """Create the traffic; `requests` are sorted by arrival, with the turns of a session one after the other.
 
         `concurrency` clients send them, or with None each session starts at the arrival_s of its first turn. The scheduler
-        sees a request `delay_s` after it was sent, which counts as part of its latency.
+        sees a request `delay_s` after it was sent, which counts as part of its latency. The server's front end sends no tokens
+        for `first_token_s` of each prompt token when the first token of a request comes.
         """
         if not requests:
             raise UsageError("there is no request to serve; give --num-requests 1 or more.")
         if concurrency is not None and concurrency < 1:
             raise UsageError(f"--concurrency {concurrency}: no client would send anything; try --concurrency 1.")
         self.requests, self.scheduler, self.concurrency = requests, scheduler, concurrency
-        self.delay_s = delay_s
+        self.delay_s, self.first_token_s = delay_s, first_token_s
+        self.sent_s = -math.inf  # when the front end has sent the tokens of the last step
         self.sessions = [request for request in requests if not request.turn]  # first turns of the sessions
         self.turn_of = _group_turns(requests)  # turn of each request of a session with later turns, by its number
         self.samples: list[Sample] = []  # samples of all submitted requests, in submission order
@@ -162,15 +165,21 @@ class Traffic:
             self._submit_request(self.sessions[self.begun - 1], came_s)
 
     def record_tokens(self, step: Step, now_s: float) -> None:
-        """Record the tokens of a step that has been read."""
-        sample_of = self.sample_of
-        for replica in step.replicas:
-            for sequence in replica.emitting_sequences:
-                sample_of[sequence.request.number].token_s.append(now_s)
+        """Record the tokens of a step that has been read, when the front end sends them."""
+        emitting = [s.request for replica in step.replicas for s in replica.emitting_sequences]
+        sent_s = self._compute_sent_s(emitting, now_s) if self.first_token_s else now_s
+        for request in emitting:
+            self.sample_of[request.number].token_s.append(sent_s)
         for sequence in step.finished:
             self.sample_of[sequence.request.number].sequence = sequence
-            self._finish_request(sequence.request, now_s)
+            self._finish_request(sequence.request, sent_s)
         self.in_flight -= len(step.finished)
+
+    def _compute_sent_s(self, emitting: Iterable[ServeRequest], now_s: float) -> float:
+        """Return when the front end sends the tokens of a step, after those of the steps before."""
+        began = sum(r.prompt_tokens for r in emitting if not self.sample_of[r.number].token_s)
+        self.sent_s = max(now_s, self.sent_s) + began * self.first_token_s
+        return self.sent_s
 
     def stop(self) -> None:
         """Stop sending and cancel unfinished requests; called after the last step has been read."""

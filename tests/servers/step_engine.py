@@ -5,8 +5,8 @@
 A step takes compute_step_ms(). Its flags are vLLM's. With --separate a step has either prompts or decodes, as in SGLang; with
 --asynchronous each step is planned while the previous one runs. With --row-multiple N, tokens of prompts take twice as long in a step
 if its number of tokens is no multiple of N. With --launch-ms, the host takes this long to launch a step with prompts after it is
-planned, which the previous step hides if it lasts as long; with --begin-ms, such a step begins at least this long after it is planned. With --prefixed-ms, a step with decodes and a chunk that has a prefix of LONG_PREFIX tokens or more takes that much
-longer, and one with a shorter prefix in proportion less. /start_profile and /stop_profile write a trace of the steps between them for
+planned, which the previous step hides if it lasts as long; with --begin-ms, such a step begins at least this long after it is planned. With --first-token-us, the front end sends no tokens for
+this long per prompt token when the first token of a prompt comes. /start_profile and /stop_profile write a trace of the steps between them for
 each rank, with the kernels of KERNELS, and one of the front end.
 """
 
@@ -33,7 +33,6 @@ KERNELS = {  # kernels of a traced step, each with its share of the step's time;
     "ncclDevKernel_AllReduce_Sum": 0.2,
     "some_kernel_of_its_own": 0.05,
 }
-LONG_PREFIX = 500  # tokens of a prefix from which --prefixed-ms applies in full
 MAX_LATE_S = 5e-3  # by which a busy machine may delay a step without delaying those after it
 BASE_MS, MS_PER_REQUEST, MS_PER_KV_TOKEN, MS_PER_TOKEN, MS_PER_PAIR = 20.0, 0.5, 1e-3, 0.02, 1e-5
 
@@ -83,6 +82,7 @@ class StepEngine:
         self.waiting: collections.deque[Request] = collections.deque()
         self.running: list[Request] = []
         self.wake = asyncio.Event()
+        self.outputs: asyncio.Queue[Step] = asyncio.Queue()
         self.steps = 0
         self.delivered: list[tuple[float, int, int]] = []
         """When the tokens of each step were sent, in s of time.perf_counter(), and its numbers of prompts and of decodes."""
@@ -105,6 +105,16 @@ class StepEngine:
             await asyncio.sleep(max(end - time.perf_counter(), 0.0))
             if self.traced is not None:
                 self.traced.append((step.ms * 1e3, len(step.prompts), len(step.decodes)))
+            if self.given.first_token_us:
+                self.outputs.put_nowait(step)
+            else:
+                self.deliver(step)
+
+    async def run_front_end(self) -> None:
+        """Send the tokens of steps for ever, one step after the other."""
+        while True:
+            step = await self.outputs.get()
+            await asyncio.sleep(sum(r.prompt for r in step.finished_prompts) * self.given.first_token_us / 1e6)
             self.deliver(step)
 
     def plan_step(self) -> Step | None:
@@ -134,8 +144,6 @@ class StepEngine:
         )
         if tokens and (tokens + len(decodes)) % self.given.row_multiple:
             ms += MS_PER_TOKEN * tokens
-        if decodes:
-            ms += self.given.prefixed_ms * min(sum(prefix for _, _, prefix in chunks) / LONG_PREFIX, 1.0)
         now = time.perf_counter()
         begin_s, launched_s = (
             now + (of_host / 1e3 if chunks else 0.0) for of_host in (self.given.begin_ms, self.given.launch_ms)
@@ -253,7 +261,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--time-factor", type=float, default=1.0, help="by which steps are longer")
     parser.add_argument("--row-multiple", type=int, default=1)
-    parser.add_argument("--prefixed-ms", type=float, default=0.0)
+    parser.add_argument("--first-token-us", type=float, default=0.0)
     parser.add_argument("--launch-ms", type=float, default=0.0)
     parser.add_argument("--begin-ms", type=float, default=0.0)
     parser.add_argument("--dies-after", type=int, default=-1, help="steps")
@@ -278,9 +286,8 @@ async def _main(given: argparse.Namespace) -> None:
     log_settings(given)
     sys.stdout.write(f"listening on http://127.0.0.1:{server.sockets[0].getsockname()[1]}\n")
     sys.stdout.flush()
-    running = asyncio.create_task(engine.run())
     async with server:
-        await asyncio.gather(server.serve_forever(), running)
+        await asyncio.gather(server.serve_forever(), engine.run(), engine.run_front_end())
 
 
 if __name__ == "__main__":

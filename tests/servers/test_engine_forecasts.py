@@ -68,8 +68,9 @@ ONE_LOAD = ["--concurrency", "4", "--num-requests", "48"]
         ("", False, ONE_LOAD, 1),
         ("--asynchronous --row-multiple 4 --launch-ms 26", True, LOADS, 4),
         ("--asynchronous --begin-ms 26", True, ONE_LOAD, 1),
+        ("--asynchronous --first-token-us 20", True, ONE_LOAD, 1),
     ],
-    ids=["asynchronous", "synchronous", "slow rows and launches", "late begin"],
+    ids=["asynchronous", "synchronous", "slow rows and launches", "late begin", "late first tokens"],
 )
 def test_forecasts_of_unseen_loads_agree_with_the_server(
     flags: str, ahead: bool, loads: list[str], count: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -84,6 +85,7 @@ def test_forecasts_of_unseen_loads_agree_with_the_server(
     assert (engine.policy, engine.token_budget, engine.asynchronous) == (VLLM, BUDGET, ahead)
     assert engine.row_multiple == (4 if "--row-multiple" in flags else 1)
     assert engine.begin_ms == pytest.approx(26 if "--begin-ms" in flags else 0, abs=1.5)
+    assert engine.first_token_us == pytest.approx(20 if "--first-token-us" in flags else 0, rel=0.15)
     compared = findings.compare_replay_with_live(load_frames([tmp_path / "run"]).served)
     assert len(compared) == count
     for name, most in (("output_tok_s", 0.05), ("itl_p50_ms", 0.05), ("ttft_p50_ms", 0.08)):

@@ -31,6 +31,7 @@ from dcpbench.serving.outcome import compute_serve_metrics
 from dcpbench.serving.policies import make_scheduler
 from dcpbench.serving.replay import (
     LoopTiming,
+    get_loop_timing,
     make_engine_config,
     make_step_times_name,
     replay_point,
@@ -98,21 +99,12 @@ def compute_true_ms(
     """Return the duration of a step with decodes (requests, KV tokens) and chunks (tokens, prefix).
 
     It is the sum for weights, rows, KV and pairs. Chunks take 0.01 ms more for each token if the rows of the step are no
-    multiple of the engine's `row_multiple`. With SLOW_PREFIXES a step with decodes and a chunk behind a full step takes
-    12 ms more, and one with a shorter prefix less.
+    multiple of the engine's `row_multiple`.
     """
     multiple = engine.row_multiple
-    slow = engine.version == SLOW_PREFIXES.version and any(n for n, _ in works)
-    full_steps = sum(before for _, before in chunks) / engine.token_budget
     rows, kv = sum(n for n, _ in works), sum(tokens for _, tokens in works)
     per_token = 0.015 + (0.01 if (rows + sum(n for n, _ in chunks)) % multiple else 0.0)
-    return (
-        (12 * min(full_steps, 1.0) if slow else 0)
-        + 8
-        + 0.4 * rows
-        + 2e-5 * kv
-        + sum(per_token * n + 1e-6 * n * (before + n / 2) for n, before in chunks)
-    )
+    return 8 + 0.4 * rows + 2e-5 * kv + sum(per_token * n + 1e-6 * n * (before + n / 2) for n, before in chunks)
 
 
 def compute_true_case_ms(case: Case, engine: EngineServer) -> float:
@@ -189,9 +181,8 @@ SLOW_ROWS = msgspec.structs.replace(ENGINE, row_multiple=4)
 
 GRAPHS = msgspec.structs.replace(ENGINE, graph_batches=(1, 2, 4, 8, 16, 32))
 """vLLM 0.26.0 with --compilation-config on an H200: steps of 5 decodes take 99 % of the time of 8."""
-SLOW_PREFIXES = msgspec.structs.replace(ENGINE, version="0.26.0 with slow prefixes")
-"""vLLM 0.26.0 with DCP on an H200: a chunk behind a full step takes 8 to 11 % longer next to decodes than alone, and one behind
-384 tokens no longer."""
+FIRST_TOKENS = msgspec.structs.replace(ENGINE, first_token_us=0.8)
+"""vLLM 0.26.0: its front end sends no tokens for 13 ms with the first token of a prompt of 16,000 tokens."""
 FEW_GRAPHS = msgspec.structs.replace(ENGINE, graph_batches=(1, 8))
 """Most steps have more decodes than the largest graph, so that they run without one."""
 
@@ -199,8 +190,8 @@ FEW_GRAPHS = msgspec.structs.replace(ENGINE, graph_batches=(1, 8))
 @pytest.mark.parametrize("name", LOADS)
 @pytest.mark.parametrize(
     "engine",
-    [ENGINE, SGLANG_ENGINE, SLOW_ROWS, GRAPHS, FEW_GRAPHS, SLOW_PREFIXES],
-    ids=[VLLM, SGLANG, "slow rows", "graphs", "few graphs", "slow prefixes"],
+    [ENGINE, SGLANG_ENGINE, SLOW_ROWS, GRAPHS, FEW_GRAPHS, FIRST_TOKENS],
+    ids=[VLLM, SGLANG, "slow rows", "graphs", "few graphs", "first tokens"],
 )
 def test_replays_from_measured_cases_follow_exact_step_times(engine: EngineServer, name: str, tmp_path: Path) -> None:
     """The few cases that requests can produce predict every step of a load: within 3 % in output and ITL, 4 % in TTFT."""
@@ -213,7 +204,7 @@ def test_replays_from_measured_cases_follow_exact_step_times(engine: EngineServe
         make_scheduler(make_engine_config(point, engine, engine.policy)),
         point.clients,
         ExactStepTimes(engine),  # type: ignore[arg-type]
-        loop=LoopTiming(request_s=engine.request_ms / 1e3),
+        loop=get_loop_timing(engine),
     )
     exact = compute_serve_metrics(found.traffic, gpus=2, concurrency=point.clients, slo={}, steps=found.counts)
     assert record.serve.finished == exact.finished == len(found.traffic.samples)
@@ -466,6 +457,18 @@ class TestLoop:
         sample = next(s for s in found.traffic.samples if s.request.number == 1)
         assert (round(sample.submitted_s, 6), round(sample.token_s[0], 6)) == (0.017, 0.061)
 
+    def test_first_token_delays_the_tokens_of_all_requests(self) -> None:
+        """With 5 ms for each of 3 prompt tokens, those of the step of 50 come at 65, and its client's next request as late.
+
+        The step of 61 ends meanwhile. The tokens of the last prompt's step come 15 ms late as well.
+        """
+        found = self.replay((3, 2), clients=1, loop=LoopTiming(request_s=1e-3, first_token_s=5e-3))
+        assert found == [[0.0, 32.0, 32.0]]
+        found = self.replay(
+            (3, 1), (3, 3), clients=None, arrivals=(0.0, 0.1), loop=LoopTiming(request_s=1e-3, first_token_s=1e-3)
+        )
+        assert found == [[0.0, 20.0], [100.0, 120.0, 128.0, 139.0]]
+
     def test_arrivals_of_an_open_loop_are_delayed(self) -> None:
         found = self.replay((3, 1), (3, 1), clients=None, arrivals=(0.0, 0.1), loop=LoopTiming(request_s=1e-3))
         assert found == [[0.0, 17.0], [100.0, 117.0]]
@@ -578,23 +581,57 @@ def test_failed_case_behind_decodes_does_not_end_the_measurement(
     assert capsys.readouterr().err == "A step is not measured: prompts never shared a step.\n"
 
 
-@pytest.mark.parametrize(
-    ("exposed_ms", "asynchronous", "begin_ms"),
-    [(105.0, True, 15.5), (105.0, False, 13.0), (98.0, True, 0.0), (90.0, True, 0.0)],
-    ids=["asynchronous", "synchronous", "noise", "negative"],
-)
-def test_begin_of_a_step_is_the_time_not_hidden_by_decode_steps(
-    exposed_ms: float, asynchronous: bool, begin_ms: float
-) -> None:
-    """A step of 92 ms takes 105 ms behind decode steps of 2.5 ms: 13 ms are not hidden, and 2.5 ms are if it is decided
-    ahead.
-    """
-    long = Case(decodes=(Decodes(1, 300),), chunks=(Chunks(1, 8191, 0),))
-    short = Case(decodes=(Decodes(1, 300),), chunks=(Chunks(1, 500, 0),))
-    found = [
-        CaseSamples(case=case, samples_ms=[ms], method=Method.MIXED, precise=True, decode_ms=2.5)
-        for case, ms in ((short, 20.0), (long, 92.0))
-    ]
-    exposed = CaseSamples(case=long, samples_ms=[exposed_ms], method=Method.MIXED, precise=True, decode_ms=2.5)
-    assert engine_replay._compute_begin_ms(found, exposed, asynchronous=asynchronous) == begin_ms
-    assert engine_replay._compute_begin_ms(found, None, asynchronous=asynchronous) == 0.0
+LONG = Case(decodes=(Decodes(1, 300),), chunks=(Chunks(1, 8191, 0),))
+
+
+def make_mixed(ms: float, case: Case = LONG, **changes: object) -> CaseSamples:
+    """Return samples of a step with decodes and a chunk, next to decode steps of 2.5 ms."""
+    found = CaseSamples(case=case, samples_ms=[ms], method=Method.MIXED, precise=True, decode_ms=2.5)
+    return msgspec.structs.replace(found, **changes)
+
+
+class TestRequestTimes:
+    """Test a step of 92 ms behind decode steps of 2.5 ms, and a request of 20 ms on the idle server, the begin of its step included."""
+
+    IDLE = RequestTimes(request_ms=20.0, launch_ms=7.0)
+    FOUND = (make_mixed(20.0, Case(decodes=(Decodes(1, 300),), chunks=(Chunks(1, 500, 0),))), make_mixed(92.0))
+
+    def divide(self, *exposed: CaseSamples, asynchronous: bool = True) -> tuple[float, float]:
+        """Return request_ms and begin_ms."""
+        times, begin_ms = engine_replay._divide_request_times(self.IDLE, self.FOUND, exposed, asynchronous=asynchronous)
+        return times.request_ms, begin_ms
+
+    @pytest.mark.parametrize(
+        ("exposed_ms", "asynchronous", "begin_ms"),
+        [(105.0, True, 15.5), (105.0, False, 13.0), (98.0, True, 0.0), (90.0, True, 0.0), (120.0, True, 19.9)],
+        ids=["asynchronous", "synchronous", "noise", "negative", "more than the request"],
+    )
+    def test_begin_of_a_step_is_the_time_not_hidden_by_decode_steps(
+        self, exposed_ms: float, asynchronous: bool, begin_ms: float
+    ) -> None:
+        """In 105 ms, 13 ms are not hidden, and 2.5 ms are if the step is decided ahead."""
+        found = self.divide(make_mixed(exposed_ms), asynchronous=asynchronous)
+        assert found == (pytest.approx(20 - begin_ms), begin_ms)
+
+    def test_step_that_was_not_measured_behind_decodes_begins_at_once(self) -> None:
+        assert self.divide() == (20.0, 0.0)
+
+    @pytest.mark.parametrize(
+        ("steps", "decode_ms", "asynchronous", "request_ms"),
+        [(5.5, 2.5, True, 10.0), (5.5, 2.5, False, 12.5), (1.0, 2.5, True, 0.1), (5.5, 9.3, True, 20.0)],
+        ids=["asynchronous", "synchronous", "at once", "long steps"],
+    )
+    def test_request_takes_what_its_prompt_waits_beyond_decode_steps(
+        self, steps: float, decode_ms: float, asynchronous: bool, request_ms: float
+    ) -> None:
+        """A prompt waits for 1.5 decode steps on average, or for half a step. Steps above 9.2 ms are a tenth of the prompt's."""
+        exposed = make_mixed(92.0, queued_steps=steps, decode_ms=decode_ms)
+        assert self.divide(exposed, asynchronous=asynchronous)[0] == request_ms
+
+
+def test_samples_are_corrected_by_the_delays_of_first_tokens() -> None:
+    """At 0.8 µs, 1,000 prompt tokens take 0.8 ms. Of a step of 4 ms at least a part is left that depends on the number of samples."""
+    for ms, late_tokens, expected in ((90.0, 8192, 83.4464), (90.0, -8192, 96.5536), (4.0, 16_000, 1.0)):
+        several = make_mixed(ms, samples_ms=[ms] * 4, late_tokens=late_tokens)
+        found = engine_replay._remove_delays(several, 0.8)
+        assert found.samples_ms == [pytest.approx(expected)] * 4

@@ -3,7 +3,7 @@
 import pytest
 
 from dcpbench.points.batches import compute_chunk_rows
-from dcpbench.serving.step_model import Line, MixedTimes, PrefillTimes, PrefixedTimes, SparedTimes, StepModel, Work
+from dcpbench.serving.step_model import Line, MixedTimes, PrefillTimes, SparedTimes, StepModel, Work
 
 SIZES = (512, 1024)
 
@@ -60,23 +60,6 @@ def test_shorter_prompts_are_not_predicted_slower_than_longer_ones() -> None:
     cases = [(chunk(512, chunks=2), 16.0), (chunk(512), 15.0), (chunk(1024), 20.0)]
     times = PrefillTimes(cases, [], 0)
     assert times(1024, chunk(1024).pairs / 4, 0) == pytest.approx(20.0)
-
-
-class TestPrefixNextToDecodes:
-    """Test steps with 8 decode rows and a chunk after 2,048 tokens, which take 12 ms longer than their parts at any
-    number of rows.
-    """
-
-    @pytest.fixture
-    def times(self) -> PrefixedTimes:
-        prefill = PrefillTimes(measured(0.0, LINE), [], 8)
-        mixed = MixedTimes([(Work.from_requests(8, 800, [(504, 0)]), prefill(512, 504 * 252, 0) + 3.0)], prefill)
-        works = [Work.from_requests(8, 800, [(n - 8, 2048)]) for n in SIZES]
-        return PrefixedTimes([(w, prefill(w.all_rows, w.pairs, w.prefix) + 15.0) for w in works], prefill, mixed)
-
-    @pytest.mark.parametrize(("prefix", "ms"), [(0, 0.0), (512, 3.0), (2048, 12.0), (8192, 12.0)])
-    def test_added_time_grows_up_to_the_measured_prefix(self, times: PrefixedTimes, prefix: int, ms: float) -> None:
-        assert times(768, prefix) == pytest.approx(ms, abs=1e-6)
 
 
 class TestSparedTime:
