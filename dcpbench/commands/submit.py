@@ -456,12 +456,9 @@ def _check_command(name: str, typed: Mapping[str, Any], given: set[str], job: Jo
         )
     if "gpu" in given and name != "server":
         raise UsageError(f"--gpu {typed['gpu'].name} behind -- only plans and measures nothing; write it before --.")
-    if job.nodes == 1:
-        _check_tp(typed, job)
-        return
-    if "nodes" not in typed:
+    if job.nodes > 1 and "nodes" not in typed:
         raise UsageError(f"{name} runs on one machine; leave --nodes {job.nodes} out.")
-    if not typed.get("tp") and not typed.get("config"):
+    if job.nodes > 1 and not typed.get("tp") and not typed.get("config"):
         total = job.nodes * (job.gpus_per_node or 1)
         raise UsageError(f"--nodes {job.nodes} needs --tp; add for example --tp {total} behind --.")
     _check_tp(typed, job)
@@ -491,7 +488,8 @@ def _check_gpus(typed: Mapping[str, Any], job: Job, where: TargetCluster) -> Non
     """
     from dcpbench.commands.point_runner import USUAL_GPUS
 
-    if job.gpus_per_node or where.otherwise or not _needs_gpus(typed):
+    asks_server = typed.get("url") or typed.get("step_times")
+    if job.gpus_per_node or where.otherwise or asks_server or typed.get("device") != "auto":
         return
     tps = [1] if typed.get("emulate") else _parse_tps(typed)
     add = (
@@ -509,12 +507,6 @@ def _check_gpus(typed: Mapping[str, Any], job: Job, where: TargetCluster) -> Non
     print_stderr(
         f"The job requests no GPU; without one it runs on the CPU. Add {add}; {cpu}; or {cuda} the partition provides GPUs."
     )
-
-
-def _needs_gpus(typed: Mapping[str, Any]) -> bool:
-    """Return whether the command runs on GPUs if there are any."""
-    asks_server = typed.get("url") or typed.get("step_times")
-    return not asks_server and typed.get("device") == "auto"
 
 
 def _check_plan(runs: Any, words: Sequence[str], typed: Mapping[str, Any], job: Job, where: TargetCluster) -> None:  # noqa: ANN401 -- a Typer command

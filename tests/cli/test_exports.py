@@ -124,7 +124,7 @@ def test_export_reports_a_missing_gpu_name(dcpbench, tmp_path: Path) -> None:
     assert dcpbench("import", path, "--from", "vllm", "--tp", 8, "-o", tmp_path / "run").returncode == 0
     done = dcpbench("export", tmp_path / "run", "--to", "inferencex")
     assert done.returncode == 2
-    assert "import them again with --gpu NAME" in " ".join(done.stderr.split())
+    assert "import again with --gpu NAME" in " ".join(done.stderr.split())
 
 
 def test_import_without_a_name_writes_to_the_default_folder(dcpbench, tmp_path: Path) -> None:
