@@ -430,11 +430,24 @@ class RequestTimes:
 async def measure_first_token_us(probe: StepProbe) -> float:
     """Return the time in µs for which the server's front end sends no tokens with the first token of a prompt, per prompt token.
 
-    A stream decodes when the first token of another prompt comes. Its tokens that come late are followed by others at once.
+    A stream decodes when the first token of another prompt comes. Its tokens that come late are followed by others at once. Return 0
+    if the server does not take such a stream.
     """
     budget, case = probe.limits.max_batched_tokens or USUAL_TOKEN_BUDGET, Case(decodes=(Decodes(1, MIN_CONTEXT),))
     longest = probe.limits.max_model_len
     tokens = FILLED_STEPS * budget if longest is None else min(FILLED_STEPS * budget, longest - 1)
+    try:
+        check_case(probe.limits, case)
+    except UnsupportedCaseError:
+        return 0.0
+    with stop_garbage_collection(), set_realtime_priority(wanted=probe.realtime):
+        delays_ms, step_ms = await _measure_delays_ms(probe, case, tokens)
+    late_ms = statistics.median(delays_ms) if delays_ms else 0.0
+    return 1e3 * late_ms / tokens if late_ms > MIN_DELAY_SHARE * step_ms else 0.0
+
+
+async def _measure_delays_ms(probe: StepProbe, case: Case, tokens: int) -> tuple[list[float], float]:
+    """Return the delays of a stream's tokens by first tokens of prompts of `tokens` tokens, and the time of its steps."""
     async with DecodeStreams(probe.client, _make_decodes(probe, case)) as streams:
         window = await _open_window(streams, case, plan_decodes(probe.limits, case))
         await streams.wait_for_chunks(STEPS_BETWEEN)
@@ -446,10 +459,9 @@ async def measure_first_token_us(probe: StepProbe) -> float:
             [times] = streams.list_arrivals()
             return compute_delay_ms(times, came - MAX_LATER * step_ms / 1e3)
 
-        samples, _, _ = await _repeat(probe, take, lambda: len(window.list_samples_ms()) >= MAX_STEPS)
+        delays_ms, _, _ = await _repeat(probe, take, lambda: len(window.list_samples_ms()) >= MAX_STEPS)
     await _settle(probe)
-    late_ms = statistics.median(samples) if samples else 0.0
-    return 1e3 * late_ms / tokens if late_ms > MIN_DELAY_SHARE * step_ms else 0.0
+    return delays_ms, step_ms
 
 
 async def measure_request_times(probe: StepProbe, first_token_us: float = 0.0) -> RequestTimes:

@@ -227,15 +227,15 @@ def test_delay_of_first_tokens_is_measured_and_removed() -> None:
             return await step_probe.measure_first_token_us(probe)
 
     with run_engine("--asynchronous", "--first-token-us", str(FIRST_TOKEN_US)) as url:
-        assert asyncio.run(run(url)) == pytest.approx(FIRST_TOKEN_US, rel=0.15)
+        assert 0.95 <= asyncio.run(run(url)) / FIRST_TOKEN_US <= 1.5, "a busy machine sends later, but never earlier"
         found = measure(url, *cases, hide_launch=True) + measure(url, exposed)
     assert [one.late_tokens for one in found] == [500 - 1024, 450 - 1024, 500, 528 - 1408, 400 - 1018, 400]
     for one in found:
         late_ms = one.late_tokens * FIRST_TOKEN_US / 1e3
         whole = msgspec.structs.replace(one, samples_ms=[ms - late_ms for ms in one.samples_ms])
         check_median(whole, expect_ms(one.case), low=0.9)
-    with run_engine("--asynchronous") as url:
-        assert asyncio.run(run(url)) == 0.0
+    with run_engine("--asynchronous", "--max-model-len", "600") as url:
+        assert asyncio.run(run(url)) == 0.0, "the stream is longer than the server takes"
 
 
 @pytest.mark.parametrize(
