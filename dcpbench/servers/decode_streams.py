@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.client import Client
 
 POLL_S = 0.01  # between two looks at the streams
+PUNCTUAL_SHARE = 0.75  # of a step: shorter gaps are of tokens that catch up
 MIN_TOKENS = 4  # tokens of each stream from which a moment between two steps can be found
 
 
@@ -217,15 +218,16 @@ def find_gap_ms(times: NDArray[np.float64], moment_s: float, tolerance_s: float)
 def compute_delay_ms(times: NDArray[np.float64], moment_s: float) -> float | None:
     """Return by how much the first token of a stream at `moment_s` or later came late, if the tokens after it catch up.
 
-    `times` are those at which tokens arrived. A server whose front end is busy sends no tokens meanwhile, and then those of all steps since at once. A line through the tokens of
-    the last half of the stream gives the time of the first one if it had been punctual. None without enough tokens.
+    `times` are those at which tokens arrived. A server whose front end is busy sends no tokens meanwhile, and then those of all steps
+    since at once: the delay is the time by which these gaps are shorter than a step, which is the median gap of the last half. None
+    without enough tokens.
     """
-    after = times[int(np.searchsorted(times, moment_s)) :]
-    if len(after) < MIN_TOKENS:
+    gaps_ms = np.diff(times[int(np.searchsorted(times, moment_s)) :]) * 1e3
+    if len(gaps_ms) < MIN_TOKENS:
         return None
-    steps = np.arange(len(after) // 2, len(after))
-    _, punctual_s = np.polyfit(steps, after[steps] - after[0], 1)
-    return -float(punctual_s) * 1e3
+    missing_ms = np.median(gaps_ms[len(gaps_ms) // 2 :]) - gaps_ms
+    caught_up = np.flatnonzero(gaps_ms >= PUNCTUAL_SHARE * (gaps_ms + missing_ms))
+    return float(np.maximum(missing_ms[: caught_up[0] + 1], 0.0).sum()) if len(caught_up) else None
 
 
 def _get_prompt_tokens(request: StreamedRequest, reply: StreamReply) -> int:

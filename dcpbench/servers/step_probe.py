@@ -53,7 +53,7 @@ USUAL_TOKEN_BUDGET = 8192  # prompt tokens of a step if the server does not repo
 MIN_REPEATS = 7  # fewer samples have no 95 % interval of the median (records/stats.py)
 GAP_REQUESTS = 8  # requests by which the gap of a mixed case is measured
 STEPS_BETWEEN = 4  # decode steps between two prompts of a mixed case
-CATCH_UP_STEPS = 48  # decode steps after a first token, the last half of which are taken as punctual
+CATCH_UP_STEPS = 48  # decode steps after a first token, of which the last half has caught up with its delay
 OVERHEAD_TOKENS, OVERHEAD_REPEATS = 8, 9
 MIN_REQUEST_MS = 0.1  # of a request outside of steps: a server never sees one in the instant of another's last token
 POLL_INTERVAL_S, PROGRESS_INTERVAL_S = 0.2, 1.0  # between two looks at the samples, and between two reports of progress
@@ -430,11 +430,24 @@ class RequestTimes:
 async def measure_first_token_us(probe: StepProbe) -> float:
     """Return the time in µs for which the server's front end sends no tokens with the first token of a prompt, per prompt token.
 
-    A stream decodes when the first token of another prompt comes. Its tokens that come late are followed by others at once.
+    A stream decodes when the first token of another prompt comes. Its tokens that come late are followed by others at once. Return 0
+    if the server does not take such a stream.
     """
     budget, case = probe.limits.max_batched_tokens or USUAL_TOKEN_BUDGET, Case(decodes=(Decodes(1, MIN_CONTEXT),))
     longest = probe.limits.max_model_len
     tokens = FILLED_STEPS * budget if longest is None else min(FILLED_STEPS * budget, longest - 1)
+    try:
+        check_case(probe.limits, case)
+    except UnsupportedCaseError:
+        return 0.0
+    with stop_garbage_collection(), set_realtime_priority(wanted=probe.realtime):
+        delays_ms, step_ms = await _measure_delays_ms(probe, case, tokens)
+    late_ms = statistics.median(delays_ms) if delays_ms else 0.0
+    return 1e3 * late_ms / tokens if late_ms > MIN_DELAY_SHARE * step_ms else 0.0
+
+
+async def _measure_delays_ms(probe: StepProbe, case: Case, tokens: int) -> tuple[list[float], float]:
+    """Return the delays of a stream's tokens by first tokens of prompts of `tokens` tokens, and the time of its steps."""
     async with DecodeStreams(probe.client, _make_decodes(probe, case)) as streams:
         window = await _open_window(streams, case, plan_decodes(probe.limits, case))
         await streams.wait_for_chunks(STEPS_BETWEEN)
@@ -446,10 +459,9 @@ async def measure_first_token_us(probe: StepProbe) -> float:
             [times] = streams.list_arrivals()
             return compute_delay_ms(times, came - MAX_LATER * step_ms / 1e3)
 
-        samples, _, _ = await _repeat(probe, take, lambda: len(window.list_samples_ms()) >= MAX_STEPS)
+        delays_ms, _, _ = await _repeat(probe, take, lambda: len(window.list_samples_ms()) >= MAX_STEPS)
     await _settle(probe)
-    late_ms = statistics.median(samples) if samples else 0.0
-    return 1e3 * late_ms / tokens if late_ms > MIN_DELAY_SHARE * step_ms else 0.0
+    return delays_ms, step_ms
 
 
 async def measure_request_times(probe: StepProbe, first_token_us: float = 0.0) -> RequestTimes:

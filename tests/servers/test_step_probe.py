@@ -216,7 +216,8 @@ FIRST_TOKEN_US = 20.0
 def test_delay_of_first_tokens_is_measured_and_removed() -> None:
     """A first token delays all tokens by 20 µs for each prompt token, and the 20 ms and more of the steps after it hide that.
 
-    Behind a prompt of 1,024 tokens, a step with one of 500 seems 524 · 0.02 = 10.5 ms shorter. It seems 10 ms longer behind decodes.
+    Behind a prompt of 1,024 tokens, a step of 30 ms with one of 500 seems 524 · 0.02 = 10.5 ms shorter. It seems 10 ms longer behind
+    decodes.
     """
     exposed = msgspec.structs.replace(MIXED, decodes=(Decodes(2, 700),))
     cases = CHUNK, SEVERAL, PREFIX, SHORT_PREFIX, MIXED
@@ -227,15 +228,15 @@ def test_delay_of_first_tokens_is_measured_and_removed() -> None:
             return await step_probe.measure_first_token_us(probe)
 
     with run_engine("--asynchronous", "--first-token-us", str(FIRST_TOKEN_US)) as url:
-        assert asyncio.run(run(url)) == pytest.approx(FIRST_TOKEN_US, rel=0.15)
+        assert 0.8 <= asyncio.run(run(url)) / FIRST_TOKEN_US <= 1.5
         found = measure(url, *cases, hide_launch=True) + measure(url, exposed)
     assert [one.late_tokens for one in found] == [500 - 1024, 450 - 1024, 500, 528 - 1408, 400 - 1018, 400]
     for one in found:
         late_ms = one.late_tokens * FIRST_TOKEN_US / 1e3
         whole = msgspec.structs.replace(one, samples_ms=[ms - late_ms for ms in one.samples_ms])
-        check_median(whole, expect_ms(one.case), low=0.9)
-    with run_engine("--asynchronous") as url:
-        assert asyncio.run(run(url)) == 0.0
+        check_median(whole, expect_ms(one.case), low=0.8)
+    with run_engine("--asynchronous", "--max-model-len", "600") as url:
+        assert asyncio.run(run(url)) == 0.0, "the stream is longer than the server takes"
 
 
 @pytest.mark.parametrize(
@@ -365,8 +366,11 @@ def test_gap_of_a_short_step_is_not_that_of_a_longer_step_next_to_it() -> None:
 
 @pytest.mark.parametrize("late_ms", [0.0, 13.0, 37.0])
 def test_delay_of_a_token_is_what_those_after_it_catch_up(late_ms: float) -> None:
-    """Steps take 2 ms from 0.1 s on. Those that end while the front end is busy arrive 0.5 ms after each other."""
+    """Steps take 2 ms from 0.1 s on. Those that end while the front end is busy arrive 0.5 ms after each other. A later pause of the
+    server, from its 40th step on, does not count.
+    """
     punctual = 0.1 + 2e-3 * np.arange(60)
+    punctual[40:] += 0.03
     times = np.maximum(punctual, 0.1 + late_ms / 1e3 + 0.5e-3 * np.arange(60))
     before = 0.1 - 2e-3 * np.arange(5, 0, -1)
     assert compute_delay_ms(np.concatenate((before, times)), 0.0995) == pytest.approx(late_ms, abs=1e-6)
