@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dcpbench.errors import OutputError, TraceError, UsageError
 from dcpbench.records.disks import convert_output_errors
 from dcpbench.show.terminal import print_stderr
-from dcpbench.show.text import make_natural_key, make_printable
+from dcpbench.show.text import format_count, make_natural_key, make_printable
 from dcpbench.show.whole_files import write_output_file
 from dcpbench.syncs.nsys.parquet_export import is_folder as is_export_folder
 from dcpbench.syncs.nsys.per_process import is_export
@@ -139,7 +139,7 @@ def _select_traces(files: Iterable[Path], name: str, skipped: Callable[[Path], N
     others = [path for path in files if _is_other(path)]
     if len(others) == len(files):
         raise TraceError(
-            f"{name} holds no Kineto trace and no export of nsys, but {len(files)} other files such as {files[0].name}. "
+            f"{name} holds no Kineto trace and no export of nsys, but {format_count(len(files), 'other file')} such as {files[0].name}. "
             'Export one with torch.profiler\'s export_chrome_trace("trace.json")'
         )
     for path in others:

@@ -21,12 +21,23 @@ import msgspec
 
 from dcpbench.syncs.dry_run_program import ANSWER, ProcessAnswer
 from dcpbench.syncs.programs import is_python, may_use_gpu
-from dcpbench.syncs.recorder.child import BEGAN, ENDED, ENTERED, EXECUTED, FAILED, STARTED, SUFFIX, TERMINATED, TORCH
+from dcpbench.syncs.recorder.child import (
+    BEGAN,
+    ENDED,
+    ENTERED,
+    EXECUTED,
+    FAILED,
+    FORKED,
+    STARTED,
+    SUFFIX,
+    TERMINATED,
+    TORCH,
+)
 from dcpbench.syncs.sites import merge_sites
 from dcpbench.syncs.sync_report import ChildProcess, Report, build_report, rename_traces
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 GRACE_S = 10.0  # time that processes get to end after the first process of the program has ended
 DESCENDANT = "a child's child"
@@ -166,6 +177,8 @@ def _resolve_children(
         pids.add(pid)
         if not child.may_use_gpu:
             left.append(child)
+        elif pid in answer.workers and answer.expected.get(pid) == ENTERED and _ended_at_once(pid, notes):
+            left.append(msgspec.structs.replace(child, may_use_gpu=False))
         elif pid not in notes or answer.expected.get(pid, "") not in notes[pid].events:
             left.append(msgspec.structs.replace(child, reason=NOT_SEEN))
         elif reason := notes[pid].explain_state(folder, is_worker=pid in answer.workers):
@@ -173,6 +186,11 @@ def _resolve_children(
         elif ENTERED not in notes[pid].events:
             left.append(msgspec.structs.replace(child, may_use_gpu=False))
     return left, pids
+
+
+def _ended_at_once(pid: int, notes: Mapping[int, Notes]) -> bool:
+    """Return True if a forked worker was ended before its first task, as a pool does that has no more tasks."""
+    return not (pid in notes and notes[pid].events - {FORKED, TERMINATED}) and not is_running(pid)
 
 
 def _list_descendants(notes: dict[int, Notes], known: set[int], folder: Path) -> list[ChildProcess]:

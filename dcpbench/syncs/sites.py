@@ -238,8 +238,10 @@ def merge_sites(per_trace: Sequence[Sequence[Site]], *, by_line: bool = False) -
         groups.setdefault(key, []).append(site)
     for group in groups.values():
         without_steps = [site for site in group if site.count_per_step is None]
-        for site in without_steps if len(without_steps) < len(group) else ():
-            site.outside = site.count
+        if len(without_steps) < len(group):
+            total = sum(site.count for site in without_steps)
+            for site in without_steps:
+                site.outside = total
     return [functools.reduce(_add_site, group) for group in groups.values()]
 
 

@@ -1,12 +1,18 @@
 """Test `dcpbench syncs dry-run` with child processes, and programs that use more of CUDA's API."""
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from dcpbench.syncs import run
+from dcpbench.syncs.dry_run_program import ProcessAnswer
+from dcpbench.syncs.process_tree import join_reports
 from dcpbench.syncs.programs import is_python, may_use_gpu
+from dcpbench.syncs.recorder.child import BEGAN, ENTERED, FORKED, TERMINATED
+from dcpbench.syncs.sync_report import ChildProcess, Coverage, Report, TraceSummary
 from tests import forks
 from tests.unit.dry_run_check import check
 
@@ -234,3 +240,33 @@ def test_python_interpreter_is_recognised_by_name_link_target_and_shebang(tmp_pa
     script.write_text("#!/usr/bin/env python3\n")
     script.chmod(0o755)
     assert [is_python(p) for p in ("python3.12", sys.executable, str(script), "true")] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("events", "expected", "is_worker", "may_use_gpu"),
+    [
+        ([], ENTERED, True, False),
+        ([FORKED], ENTERED, True, False),
+        ([FORKED, TERMINATED], ENTERED, True, False),
+        ([FORKED, BEGAN], ENTERED, True, True),
+        ([], ENTERED, False, True),
+        ([], BEGAN, True, True),
+    ],
+)
+def test_forked_worker_that_a_pool_ends_before_its_first_task_is_harmless(
+    tmp_path: Path, events: list[str], expected: str, is_worker: bool, may_use_gpu: bool
+) -> None:
+    """On a busy machine one worker may do all tasks before another has begun."""
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    ended.wait()
+    lines = [json.dumps({"event": event, "command": ["python"], "parent": 1}) for event in events]
+    if lines:
+        (tmp_path / f"{ended.pid}.child").write_text("\n".join(lines))
+    child = ChildProcess(pid=ended.pid, command="ForkPoolWorker-2 (worker)", start_method="multiprocessing fork")
+    trace = TraceSummary(path="python a.py", coverage=Coverage(detector="dry-run", ops=1, children=[child]))
+    workers = [ended.pid] * is_worker
+    answer = ProcessAnswer(
+        pid=1, code=0, report=Report(traces=[trace]), expected={ended.pid: expected}, workers=workers
+    )
+    (found,) = join_reports(answer, tmp_path).traces[0].coverage.children
+    assert found.may_use_gpu is may_use_gpu

@@ -60,11 +60,15 @@ class TestTwoRanks:
     def test_occurrences_in_a_trace_without_steps_are_outside_of_the_steps_of_others(
         self, order: tuple[int, ...]
     ) -> None:
-        """Of three traces one marks no steps: its 30 occurrences exceed the 4 and 0 outside of the others' steps."""
-        ranks = [{"outside": 4}, {"count_per_step": None, "count": 30}, {}]
+        """Of three traces two mark no steps: their 30 and 12 occurrences exceed the 4 outside of the other's steps."""
+        ranks: list[dict[str, Any]] = [
+            {"outside": 4},
+            {"count_per_step": None, "count": 30},
+            {"count_per_step": None, "count": 12},
+        ]
         site = merge(*(ranks[n] for n in order))
-        assert (site.count_per_step, site.outside) == (1.0, 30)
-        assert merge(ranks[1], ranks[1]).outside == 0
+        assert (site.count_per_step, site.outside) == (1.0, 42)
+        assert merge(*ranks[1:]).outside == 0
 
     def test_merged_number_of_waits_is_unknown_if_one_rank_lacks_it(self) -> None:
         """Otherwise, it would be a share of the calls of both ranks."""
