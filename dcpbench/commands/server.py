@@ -336,7 +336,7 @@ def replay_step_times(
         from dcpbench.servers.engine_replay import replay_server_point
         from dcpbench.servers.measure import list_places
 
-        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points) as bar:
+        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points, work) as bar:
             for place in list_places(points, bar):
                 record = replay_server_point(
                     place.point, times, resolved, work.settings, work.folder, command=work.command, policy=policy
@@ -446,7 +446,7 @@ def _measure_running(
         server = MeasuredServer(
             config=config, info=info, prompt_format=prompt_format, settings=work.settings, folder=work.folder
         )
-        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points) as bar:
+        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points, work) as bar:
             replay = functools.partial(replay_on_server, options=options_of_replays)
             measure_points(list_places(points, bar), server, replay=replay)
 
@@ -504,7 +504,7 @@ def _measure_started(
     folder = run.output or folders.choose_folder(f"{preset.name}-{Path(model).name}", tps)
 
     def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
-        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points) as bar:
+        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points, work) as bar:
             servers = ServerSweep(
                 engine=preset,
                 model=model,
