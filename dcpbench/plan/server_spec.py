@@ -129,11 +129,10 @@ def split_layouts(given: Mapping[str, object]) -> list[dict[str, object]]:
 
     Without decode context parallelism there is no exchange, and one server stands for all of them. The options have --tp.
     """
-    axes: dict[str, Sequence[object]] = {
-        name: read.parse_ints(name, given[name]) for name in DEGREES if given.get(name) is not None
-    }
-    axes |= {
-        name: SERVER_PARSERS[name](name, given[name]) for name in ("ep", "exchange") if given.get(name) is not None
+    axes = {
+        name: cast("Sequence[object]", SERVER_PARSERS[name](name, given[name]))
+        for name in (*DEGREES, "ep", "exchange")
+        if given.get(name) is not None
     }
     rest = {name: value for name, value in given.items() if name not in axes}
     found = [rest | dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
