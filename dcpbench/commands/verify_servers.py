@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.commands import point_runner
-from dcpbench.commands.started_servers import check_programs, check_server_limits, get_start_s
+from dcpbench.commands.started_servers import check_options, check_programs, check_server_limits, get_start_s
 from dcpbench.errors import ExitCode, UsageError
 from dcpbench.launch import folders
 from dcpbench.plan import option_parsers as read
 from dcpbench.plan.spec import DEVICES
-from dcpbench.points.names import format_flag
 from dcpbench.points.redaction import format_command_line
 from dcpbench.servers.answer_collector import Questions
 from dcpbench.servers.answer_verdict import DIFFER, UNDECIDED, check_decides, check_rounds
@@ -48,7 +47,7 @@ EXIT_CODES = {DIFFER: ExitCode.WRONG, FAILED: ExitCode.WRONG, UNDECIDED: ExitCod
 def compare_servers(remote: ServerOptions, given: dict[str, object], load: Load, run: Run) -> int:
     """Compare servers that run already, print the verdicts, and return the exit code."""
     urls = remote.url or []
-    _check_options(given, URL_OPTIONS, "--url")
+    check_options(given, URL_OPTIONS, "--url")
     if len(urls) > 2:  # noqa: PLR2004 - A and B
         raise UsageError(f"--url is given {len(urls)} times; give it once, or twice to compare two servers.")
     plans = {"--gpu": run.gpu is not None, "--dry-run": run.dry_run}
@@ -105,12 +104,6 @@ def compare_engines(remote: ServerOptions, given: dict[str, object], load: Load,
     return EXIT_CODES.get(report.verdict, ExitCode.OK)
 
 
-def _check_options(given: dict[str, object], taken: Sequence[str], option: str) -> None:
-    """Raise UsageError for an option that belongs to dcpbench's own engine."""
-    if wrong := [format_flag(name) for name in given if name not in taken]:
-        raise UsageError(f"{wrong[0]} is an option of dcpbench's own engine; leave it out, or {option}.")
-
-
 def _make_questions(
     remote: ServerOptions, load: Load, run: Run, batches: Sequence[int], prompts: int, tokens: int
 ) -> Questions:
@@ -142,7 +135,7 @@ def _make_check(remote: ServerOptions, given: dict[str, object], load: Load, run
         raise UsageError("--gpu plans for dcpbench's own engine; leave it out with --engine.")
     if remote.url:
         raise UsageError("--engine starts servers, and --url compares servers that run already; leave one of them out.")
-    _check_options(given, (*ENGINE_OPTIONS, "new_tokens"), "--engine")
+    check_options(given, (*ENGINE_OPTIONS, "new_tokens"), "--engine")
     if not load.model:
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
     questions = _make_questions(remote, load, run, BATCHES, remote.num_prompts or MIN_PROMPTS, NEW_TOKENS)
