@@ -102,11 +102,6 @@ class ServerSpec:
                 )
         return found
 
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """Return the modes of the points, LIVE and REPLAY."""
-        return self.loads.mode
-
     def make_candidates(self, engine: str, model: str, settings: Mapping[str, str] | None = None) -> list[Candidate]:
         """Return the same points, with the error if the degrees do not divide each other."""
         return [Candidate(point=point, error=self.wrong) for point in self.make_points(engine, model, settings)]
