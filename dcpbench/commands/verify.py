@@ -43,7 +43,10 @@ class Layouts(opt.Layouts):
 class Load(Group):
     """Hold the options for the load and for a checkpoint that is compared with transformers."""
 
-    model: str | None = opt.LOAD("Model, with the same names and default as in sweep.", metavar="NAME")
+    model: str | None = opt.LOAD(
+        "Model, with the same names and default as in sweep. With --url: name of one of the servers' models. Default: the only one.",
+        metavar="NAME",
+    )
     checkpoint: Path | None = opt.LOAD(
         "Also compare every operation of every layer, logits and greedy tokens with transformers, for this Hugging Face "
         "checkpoint (config.json and safetensors).",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.server_comparison import Report
 
 ANSWERS_FILE = "answers.json"
-URL_OPTIONS = ("concurrency", "context", "new_tokens")  # options that --url takes as well
+URL_OPTIONS = ("model", "concurrency", "context", "new_tokens")  # options that --url takes as well
 NEW_TOKENS = 16  # of an answer: later tokens of synthetic models are seldom compared, as answers have parted
 URL_TOKENS = 32
 MIN_PROMPTS, URL_PROMPTS = 4, 8  # defaults of --num-prompts with --engine and with --url
@@ -56,7 +57,9 @@ def compare_servers(remote: ServerOptions, given: dict[str, object], load: Load,
             f"{wrong[0]} plans points, and --url measures a server that runs already; leave one of them out."
         )
     prompts = remote.num_prompts or URL_PROMPTS
-    questions = _make_questions(remote, load, run, URL_BATCHES, prompts, URL_TOKENS)
+    questions = dataclasses.replace(
+        _make_questions(remote, load, run, URL_BATCHES, prompts, URL_TOKENS), model=load.model
+    )
     check_decides(prompts, questions.lengths or DOUBLED, questions.batches, len(urls))
     targets = [_make_target(url, remote, run) for url in urls]
     if run.caller.elsewhere is not None:
