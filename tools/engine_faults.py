@@ -155,6 +155,7 @@ def run_verify(folder: Path, flags: str, *options: str, noise: str = "bf16") -> 
         "--tp",
         "2",
         "--json",
+        "--force",
     ]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

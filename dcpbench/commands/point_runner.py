@@ -339,7 +339,7 @@ def _drop_set_aside(points: list[Point], folder: Path, retries: int) -> list[Poi
 
 def run_points(points: Sequence[Point], work: launcher.Work, run: Run) -> None:
     """Run the points and show how far they are; an interrupt ends the workers, then the command."""
-    with handle_stop(run, work), make_progress_bar(run, points) as bar:
+    with handle_stop(run, work), make_progress_bar(run, points, work) as bar:
         launcher.run_points(points, _show_chosen_points(work, bar), run.machines, bar)
 
 
@@ -357,14 +357,21 @@ def _show_chosen_points(work: launcher.Work, bar: ProgressBar) -> launcher.Work:
     return msgspec.structs.replace(work, choose_points=choose_points)
 
 
-def make_progress_bar(run: Run, points: Sequence[Point]) -> ProgressBar:
-    """Return a progress bar of the points, on stderr."""
+def make_progress_bar(run: Run, points: Sequence[Point], work: launcher.Work) -> ProgressBar:
+    """Return a progress bar of the points, on stderr. In a search, their number is not known before its end."""
     from dcpbench.launch.progress import ProgressBar, format_point_names, list_point_kinds
 
     part = run.caller.part
     what = part.what if part else "points"
     kinds = list_point_kinds(points)
-    return ProgressBar(format_point_names(points), make_console(error=True), what, brief=part is not None, kinds=kinds)
+    return ProgressBar(
+        format_point_names(points),
+        make_console(error=True),
+        what,
+        brief=part is not None,
+        counted=work.choose_points is None,
+        kinds=kinds,
+    )
 
 
 @contextlib.contextmanager

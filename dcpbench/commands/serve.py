@@ -181,7 +181,7 @@ def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> Non
     from dcpbench.serving.replay import replay_from_file
 
     out = RecordFile(work.folder)
-    with handle_stop(run, work), make_progress_bar(run, points) as bar:
+    with handle_stop(run, work), make_progress_bar(run, points, work) as bar:
         for point in points:
             try:
                 record = replay_from_file(

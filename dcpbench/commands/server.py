@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, collect_typed, list_changed, make_panel, make_structured
 from dcpbench.commands.load_options import FIND, SLO, Requests, print_load_notes, take_bounds
+from dcpbench.errors import UsageError
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import ENGINE_POLICIES, LIVE, MODES, REPLAY, format_flag
 from dcpbench.points.structured_options import Client, Find, Gpu, Prefill, Timeout
@@ -232,7 +233,6 @@ def server(
 
 def _check_replay(replays: Replays, options: Options, given: dict[str, object]) -> None:
     """Raise UsageError for options of replays without --mode replay, --traces without a live load, or an unknown policy."""
-    from dcpbench.errors import UsageError
     from dcpbench.plan.option_parsers import check_known, check_positive, parse_names
 
     modes = parse_names("mode", given["mode"]) if given.get("mode") is not None else (LIVE,)
@@ -260,8 +260,6 @@ def _check_replay(replays: Replays, options: Options, given: dict[str, object]) 
 
 def _check_no_source(replays: Replays, options: Options, run: Run) -> None:
     """Raise UsageError for an option about a server or its client, next to --step-times."""
-    from dcpbench.errors import UsageError
-
     limits = run.timeout or Timeout()
     others = {
         "--token-budget": replays.token_budget,
@@ -286,7 +284,6 @@ def replay_step_times(
     import msgspec
 
     from dcpbench.commands import point_runner
-    from dcpbench.errors import UsageError
     from dcpbench.launch import folders
     from dcpbench.plan.grid import Candidate
     from dcpbench.plan.option_parsers import check_known
@@ -336,7 +333,7 @@ def replay_step_times(
         from dcpbench.servers.engine_replay import replay_server_point
         from dcpbench.servers.measure import list_places
 
-        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points) as bar:
+        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points, work) as bar:
             for place in list_places(points, bar):
                 record = replay_server_point(
                     place.point, times, resolved, work.settings, work.folder, command=work.command, policy=policy
@@ -371,8 +368,6 @@ def _make_search(
 
 def _check_one_source(options: Options, run: Run) -> None:
     """Raise UsageError unless exactly one of --url, --engine and --serve-cmd is given, and for options that do not apply to it."""
-    from dcpbench.errors import UsageError
-
     sources = {"--url": options.url, "--engine": options.engine, "--serve-cmd": options.serve_cmd}
     given = [name for name, value in sources.items() if value is not None]
     if not given:
@@ -446,7 +441,7 @@ def _measure_running(
         server = MeasuredServer(
             config=config, info=info, prompt_format=prompt_format, settings=work.settings, folder=work.folder
         )
-        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points) as bar:
+        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points, work) as bar:
             replay = functools.partial(replay_on_server, options=options_of_replays)
             measure_points(list_places(points, bar), server, replay=replay)
 
@@ -461,7 +456,6 @@ def _measure_started(
     """Start a server for each layout and each combination of flags, and measure all loads on it; with `bounds`, search the load."""
     from dcpbench.commands import point_runner
     from dcpbench.commands.started_servers import check_programs, get_start_s, list_commands, print_commands
-    from dcpbench.errors import UsageError
     from dcpbench.launch import folders
     from dcpbench.plan.server_spec import make_server_spec, split_layouts
     from dcpbench.points.device_probe import Probe
@@ -504,7 +498,7 @@ def _measure_started(
     folder = run.output or folders.choose_folder(f"{preset.name}-{Path(model).name}", tps)
 
     def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
-        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points) as bar:
+        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points, work) as bar:
             servers = ServerSweep(
                 engine=preset,
                 model=model,
@@ -558,7 +552,6 @@ def _add_default_ep(preset: "Engine", given: dict[str, object]) -> dict[str, obj
 def _make_client_config(url: str, options: Options, run: opt.Run, tp: int) -> "ClientConfig":
     """Return the settings of the client. Raise UsageError for an invalid option."""
     from dcpbench.commands.started_servers import check_server_limits, get_request_s
-    from dcpbench.errors import UsageError
     from dcpbench.plan.command_line import get_typed_command
     from dcpbench.plan.option_parsers import check_known
     from dcpbench.records.record import CPU

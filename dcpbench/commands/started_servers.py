@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
-from dcpbench.errors import MissingPackageError
+from dcpbench.errors import MissingPackageError, UsageError
 from dcpbench.plan.option_parsers import check_seconds
 from dcpbench.points import redaction
+from dcpbench.points.names import format_flag
 from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from dcpbench.plan.grid import Candidate
     from dcpbench.points.structured_options import Timeout
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 
 START_S = 1800.0  # default time after which a server that accepts no requests has failed
 REQUEST_S = 600.0  # default time without a token after which a request has failed
+
+
+def check_options(given: Iterable[str], taken: Collection[str], source: str) -> None:
+    """Raise UsageError for a given option that belongs to dcpbench's own engine. `source`: `--url` or `--engine`."""
+    if wrong := [format_flag(name) for name in given if name not in taken]:
+        raise UsageError(f"{wrong[0]} is an option of dcpbench's own engine; leave it out, or {source}.")
 
 
 def get_start_s(limits: Timeout | None) -> float:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from dcpbench.commands import point_runner
 from dcpbench.commands.started_servers import (
+    check_options,
     check_programs,
     check_server_limits,
     get_request_s,
@@ -24,7 +25,6 @@ from dcpbench.plan.command_line import get_typed_command
 from dcpbench.plan.grid import Candidate
 from dcpbench.plan.spec import DEVICES, PARSERS, get_defaults
 from dcpbench.points.device_probe import Probe
-from dcpbench.points.names import format_flag
 from dcpbench.points.settings import Settings
 from dcpbench.records.record import CPU
 from dcpbench.servers.client import KEY_VARIABLE, Target, load_api_key
@@ -83,7 +83,7 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
                 rates=rates,
                 keep_traces=engines.traces is not None,
             )
-            with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points) as bar:
+            with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points, work) as bar:
                 servers = ServerSweep(
                     engine=engine,
                     model=model,
@@ -103,8 +103,7 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
 
 def _check_options(engines: Engines, given: Mapping[str, object], run: RunOnMachines) -> None:
     """Raise UsageError for options that only dcpbench's own engine has, and for invalid times."""
-    if wrong := [name for name in given if name not in TAKEN]:
-        raise UsageError(f"{format_flag(wrong[0])} is an option of dcpbench's own engine; leave it out, or --engine.")
+    check_options(given, TAKEN, "--engine")
     if given.get("baseline"):
         raise UsageError("--baseline adds no layouts with --engine; name the degrees, for example --dcp 1,2.")
     machine = {"--gpu": run.gpu, "--timeout point": run.timeout and run.timeout.point, "--nodes": run.nodes}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, collect_typed, list_changed, make_panel, make_structured
-from dcpbench.errors import ExitCode
+from dcpbench.errors import ExitCode, UsageError
 from dcpbench.points.structured_options import Timeout
 from dcpbench.servers.edge_lengths import MAX_CONTEXT
 from dcpbench.show.terminal import make_console, print_stderr
@@ -43,7 +43,10 @@ class Layouts(opt.Layouts):
 class Load(Group):
     """Hold the options for the load and for a checkpoint that is compared with transformers."""
 
-    model: str | None = opt.LOAD("Model, with the same names and default as in sweep.", metavar="NAME")
+    model: str | None = opt.LOAD(
+        "Model, with the same names and default as in sweep. With --url: name of one of the servers' models. Default: the only one.",
+        metavar="NAME",
+    )
     checkpoint: Path | None = opt.LOAD(
         "Also compare every operation of every layer, logits and greedy tokens with transformers, for this Hugging Face "
         "checkpoint (config.json and safetensors).",
@@ -163,7 +166,6 @@ def verify(layouts: Layouts, load: Load, how: opt.LayerOptions, remote: ServerOp
     import msgspec
 
     from dcpbench.commands import point_runner
-    from dcpbench.errors import UsageError
     from dcpbench.launch import folders
     from dcpbench.models.checkpoint_folder import check_checkpoint
     from dcpbench.plan import grid
@@ -211,8 +213,6 @@ def verify(layouts: Layouts, load: Load, how: opt.LayerOptions, remote: ServerOp
 
 def _check_servers(remote: ServerOptions, run: Run) -> None:
     """Raise UsageError for an option that needs a started engine, or, without --url, any server."""
-    from dcpbench.errors import UsageError
-
     started = {
         "--variant": remote.variant,
         "--engine-args": remote.engine_args,

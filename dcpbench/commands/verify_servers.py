@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dcpbench.commands import point_runner
-from dcpbench.commands.started_servers import check_programs, check_server_limits, get_start_s
+from dcpbench.commands.started_servers import check_options, check_programs, check_server_limits, get_start_s
 from dcpbench.errors import ExitCode, UsageError
 from dcpbench.launch import folders
 from dcpbench.plan import option_parsers as read
 from dcpbench.plan.spec import DEVICES
-from dcpbench.points.names import format_flag
 from dcpbench.points.redaction import format_command_line
 from dcpbench.servers.answer_collector import Questions
 from dcpbench.servers.answer_verdict import DIFFER, UNDECIDED, check_decides, check_rounds
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.server_comparison import Report
 
 ANSWERS_FILE = "answers.json"
-URL_OPTIONS = ("concurrency", "context", "new_tokens")  # options that --url takes as well
+URL_OPTIONS = ("model", "concurrency", "context", "new_tokens")  # options that --url takes as well
 NEW_TOKENS = 16  # of an answer: later tokens of synthetic models are seldom compared, as answers have parted
 URL_TOKENS = 32
 MIN_PROMPTS, URL_PROMPTS = 4, 8  # defaults of --num-prompts with --engine and with --url
@@ -48,7 +48,7 @@ EXIT_CODES = {DIFFER: ExitCode.WRONG, FAILED: ExitCode.WRONG, UNDECIDED: ExitCod
 def compare_servers(remote: ServerOptions, given: dict[str, object], load: Load, run: Run) -> int:
     """Compare servers that run already, print the verdicts, and return the exit code."""
     urls = remote.url or []
-    _check_options(given, URL_OPTIONS, "--url")
+    check_options(given, URL_OPTIONS, "--url")
     if len(urls) > 2:  # noqa: PLR2004 - A and B
         raise UsageError(f"--url is given {len(urls)} times; give it once, or twice to compare two servers.")
     plans = {"--gpu": run.gpu is not None, "--dry-run": run.dry_run}
@@ -57,7 +57,9 @@ def compare_servers(remote: ServerOptions, given: dict[str, object], load: Load,
             f"{wrong[0]} plans points, and --url measures a server that runs already; leave one of them out."
         )
     prompts = remote.num_prompts or URL_PROMPTS
-    questions = _make_questions(remote, load, run, URL_BATCHES, prompts, URL_TOKENS)
+    questions = dataclasses.replace(
+        _make_questions(remote, load, run, URL_BATCHES, prompts, URL_TOKENS), model=load.model
+    )
     check_decides(prompts, questions.lengths or DOUBLED, questions.batches, len(urls))
     targets = [_make_target(url, remote, run) for url in urls]
     if run.caller.elsewhere is not None:
@@ -105,12 +107,6 @@ def compare_engines(remote: ServerOptions, given: dict[str, object], load: Load,
     return EXIT_CODES.get(report.verdict, ExitCode.OK)
 
 
-def _check_options(given: dict[str, object], taken: Sequence[str], option: str) -> None:
-    """Raise UsageError for an option that belongs to dcpbench's own engine."""
-    if wrong := [format_flag(name) for name in given if name not in taken]:
-        raise UsageError(f"{wrong[0]} is an option of dcpbench's own engine; leave it out, or {option}.")
-
-
 def _make_questions(
     remote: ServerOptions, load: Load, run: Run, batches: Sequence[int], prompts: int, tokens: int
 ) -> Questions:
@@ -142,7 +138,7 @@ def _make_check(remote: ServerOptions, given: dict[str, object], load: Load, run
         raise UsageError("--gpu plans for dcpbench's own engine; leave it out with --engine.")
     if remote.url:
         raise UsageError("--engine starts servers, and --url compares servers that run already; leave one of them out.")
-    _check_options(given, (*ENGINE_OPTIONS, "new_tokens"), "--engine")
+    check_options(given, (*ENGINE_OPTIONS, "new_tokens"), "--engine")
     if not load.model:
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
     questions = _make_questions(remote, load, run, BATCHES, remote.num_prompts or MIN_PROMPTS, NEW_TOKENS)

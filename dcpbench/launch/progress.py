@@ -54,18 +54,19 @@ class ProgressBar:
         what: str = "points",
         *,
         brief: bool = False,
+        counted: bool = True,
         kinds: Mapping[str, str] | None = None,
     ) -> None:
         """Create the bar; `names` maps the keys of events to names, and `what` is their plural noun.
 
-        With `brief`, only failed points get a line. `kinds` maps the keys to kinds of points that take equally long, such as
+        With `brief`, only failed points get a line. If they are not `counted`, further points may follow. `kinds` maps the keys to kinds of points that take equally long, such as
         replays and live runs; by default all are of one kind.
         """
         self._names = dict(names)
         self._kinds = dict(kinds or dict.fromkeys(names, ""))
         self._left = Counter(self._kinds[key] for key in names)
         self._seconds: dict[str, list[float]] = {}
-        self._brief = brief
+        self._brief, self._counted = brief, counted
         self._console = console
         self._finished = 0
         self._ended = self._spoke = time.monotonic()
@@ -132,6 +133,9 @@ class ProgressBar:
         of = len(self._names)
         mark = "" if event.stage == "done" else f"{event.stage.upper()}: "
         note = f"  {mark}{event.note}" if event.note or mark else ""
+        if not self._counted:
+            self._print(f"{name}{note}")
+            return
         eta = self._format_eta() if not self._bar and self._finished < of else ""
         self._print(f"[{self._finished}/{of}] {name}{note}{f'  ({eta})' if eta else ''}")
 

@@ -102,11 +102,6 @@ class ServerSpec:
                 )
         return found
 
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """Return the modes of the points, LIVE and REPLAY."""
-        return self.loads.mode
-
     def make_candidates(self, engine: str, model: str, settings: Mapping[str, str] | None = None) -> list[Candidate]:
         """Return the same points, with the error if the degrees do not divide each other."""
         return [Candidate(point=point, error=self.wrong) for point in self.make_points(engine, model, settings)]
@@ -129,11 +124,10 @@ def split_layouts(given: Mapping[str, object]) -> list[dict[str, object]]:
 
     Without decode context parallelism there is no exchange, and one server stands for all of them. The options have --tp.
     """
-    axes: dict[str, Sequence[object]] = {
-        name: read.parse_ints(name, given[name]) for name in DEGREES if given.get(name) is not None
-    }
-    axes |= {
-        name: SERVER_PARSERS[name](name, given[name]) for name in ("ep", "exchange") if given.get(name) is not None
+    axes = {
+        name: cast("Sequence[object]", SERVER_PARSERS[name](name, given[name]))
+        for name in (*DEGREES, "ep", "exchange")
+        if given.get(name) is not None
     }
     rest = {name: value for name, value in given.items() if name not in axes}
     found = [rest | dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]

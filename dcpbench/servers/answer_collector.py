@@ -55,6 +55,7 @@ class Questions:
     seed: int
     endpoint: str
     extra_body: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    model: str | None = None  # name of one of the servers' models; None: the only one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ async def _find_format(
 ) -> tuple[ServerInfo, PromptFormat, int | None]:
     """Return the reports of a server about itself, its format of requests, and its maximum context."""
     info = await server_info.fetch_info(client)
-    card = info.find_model(None)
+    card = info.find_model(questions.model)
     extra = questions.extra_body
     form = await find_prompt_format(client, card.id, questions.endpoint, text=text, extra_body=extra)
     return info, form, card.max_model_len

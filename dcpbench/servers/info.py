@@ -193,11 +193,11 @@ async def _fetch_models(client: Client, retries: int) -> tuple[Card, ...]:
 
     models = _decode_json(await retry_while_busy(send_request, retries), _Models)
     cards = models.data[:MAX_MODELS] if models else ()
-    return tuple(Card(card.id, _read_length(card.max_model_len)) for card in cards if _is_name(card.id))
-
-
-def _is_name(name: str) -> bool:
-    return name.isprintable() and 0 < len(name) <= MAX_NAME
+    return tuple(
+        Card(card.id, _read_length(card.max_model_len))
+        for card in cards
+        if card.id.isprintable() and 0 < len(card.id) <= MAX_NAME
+    )
 
 
 def _read_length(value: object) -> int | None:

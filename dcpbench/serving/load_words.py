@@ -11,7 +11,7 @@ from dcpbench.errors import UsageError
 from dcpbench.points.counts import PATTERN, parse_count, suggest_counts
 from dcpbench.points.names import CLOSED, GAMMA, OBJECTIVES, REPLAY, TRACE_TIMES, join_value
 from dcpbench.records.stats import OBJECTIVE, compute_min_samples
-from dcpbench.show.text import format_capitalized, format_list
+from dcpbench.show.text import format_capitalized, format_count, format_list
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Load
@@ -209,7 +209,7 @@ def format_drawn(load: Load) -> str:
 def format_sessions(load: Load) -> str:
     """Return `sessions of 4 turns`, `sessions of uniform:2-8 turns, 200 tokens each later one, 5 s between them`; `3 sessions` of a file."""
     if load.trace_facts is not None:
-        return f"{load.trace_facts.sessions:,} sessions"
+        return format_count(load.trace_facts.sessions, "session")
     parts = [f"sessions of {load.turns} turns"]
     parts += [f"{load.turn_tokens} tokens each later one"] if load.turn_tokens else []
     parts += [f"{parse_delays('--sessions think', load.think_time)} s between them"] if load.think_time else []

@@ -651,6 +651,7 @@ def test_exit_code_of_verify_url_follows_the_verdict(tmp_path: Path, capsys: pyt
         assert "Traceback" not in err
     words = ["--context", "300,400", "--new-tokens", "4", "--num-prompts", "9"]
     words += ["--header", "X-Team: blue", "--extra-body", '{"priority": 3}', "-o", str(tmp_path / "out")]
+    words += ["--model", "fake"]
     with run_test_server("", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
         cli.main(["verify", "--url", url, *words, "--json"])
     assert not end.value.code

@@ -311,7 +311,7 @@ def test_requests_beyond_the_maximum_context_are_not_planned(longest: int | None
     )
     (candidate,) = make_candidates([point], longest)
     assert (candidate.error is not None) == refused
-    assert "the server takes 29 (max_model_len)" in str(candidate.error) or not refused
+    assert "the server accepts 29 (max_model_len)" in str(candidate.error) or not refused
 
 
 def test_key_echoed_by_the_server_is_not_recorded(ran: Ran, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from dcpbench.errors import UsageError
 from dcpbench.points.names import CLOSED, GAMMA, LIVE, REPLAY, TRACE
-from dcpbench.points.point import Load
+from dcpbench.points.point import Load, TraceFacts
 from dcpbench.serving import loads, requests
 from dcpbench.serving.load_words import Lengths, format_load, parse_lengths, parse_slo
 from dcpbench.serving.loads import OWN, compute_extent, draw_arrival_times, draw_lengths, make_requests, make_token_ids
@@ -315,6 +315,11 @@ def test_invalid_objectives_raise_usage_error(value: object, message: str) -> No
             "2 req/s burstiness 0.5, 8 × 10→3 tokens",
         ),
         ({"arrival": TRACE, "trace": "a.jsonl"}, 512, "trace times, 8 of a.jsonl"),
+        (
+            {"arrival": TRACE, "trace": "a.jsonl", "trace_facts": TraceFacts(sessions=1)},
+            512,
+            "trace times, 8 of a.jsonl in 1 session",
+        ),
         ({"arrival": GAMMA, "request_rate": 0.5, "paced": True}, 3, "0.5 req/s, 8 × 10→3 tokens, 3 at once"),
         ({"mode": "replay"}, 8, "8 clients, 8 × 10→3 tokens, replay"),
     ],

@@ -211,7 +211,7 @@ class TestTimes:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"think_time": 3.0}, "--sessions think without turns: no request has a next turn; add turns=4"),
+        ({"think_time": 3.0}, "--sessions think without turns: no request has a next turn; add for example turns=4"),
         ({"turn_tokens": "7"}, "--sessions tokens without turns"),
         ({"turns": "4", "think_time": -1.0}, "--sessions think=-1.0: not 0 to 86,400 seconds"),
         ({"turns": "4", "think_time": math.nan}, "--sessions think=nan: not 0 to 86,400 seconds"),
@@ -280,7 +280,8 @@ def test_concurrency_above_the_number_of_sessions_is_refused() -> None:
     """The 16 requests of 8 turns are two sessions, which also limit the default concurrency."""
     plain = {"num_requests": 16, "input_tokens": ("32",), "output_tokens": ("8",), "chunk": (64,)}
     with pytest.raises(
-        UsageError, match="--concurrency 4 is more than the 2 sessions of --sessions turns=8 that 16 requests"
+        UsageError,
+        match=r"--concurrency 4 is more than there are sessions of --sessions turns=8 \(2, with 16 requests\)",
     ):
         list(ServeLoads(**plain, concurrency=(4,), turns="8").iter_loads())
     assert [c for c, _ in ServeLoads(**plain, concurrency=(2,), turns="8").iter_loads()] == [2]

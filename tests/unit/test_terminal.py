@@ -112,16 +112,19 @@ def test_device_sizes_are_rounded_not_truncated() -> None:
     ]
 
 
-def test_points_that_a_search_adds_are_counted_and_named() -> None:
+def test_points_that_a_search_adds_are_named_without_a_count() -> None:
+    """Their number is not known before its end: `[1/1]` would stand before each load of a server."""
     out = io.StringIO()
     other = Point(model="tiny", tp=1, concurrency=8, context=100, backend="reference", dtype="fp32")
-    with progress.ProgressBar(progress.format_point_names([POINT]), Console(file=out, width=140)) as watch:
+    with progress.ProgressBar(
+        progress.format_point_names([POINT]), Console(file=out, width=140), counted=False
+    ) as watch:
         watch(Progress(stage="done", key=POINT.get_key(), note="10 tok/s"))
         watch.add_points([other])
         watch(Progress(stage="done", key=other.get_key(), note="20 tok/s"))
     assert out.getvalue().splitlines() == [
-        "[1/1] tiny tp1 reference, 2 × 100 tokens  10 tok/s",
-        "[2/2] tiny tp1 reference, 8 × 100 tokens  20 tok/s",
+        "tiny tp1 reference, 2 × 100 tokens  10 tok/s",
+        "tiny tp1 reference, 8 × 100 tokens  20 tok/s",
     ]
 
 
