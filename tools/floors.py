@@ -112,7 +112,7 @@ def _compare_experts(record: Record, found: Sequence[Result]) -> Iterator[Compar
         "requests": point.concurrency,
         "rows": "uniform",
     }
-    nothing = ((roofline.Routed(hit=0, rows=0),),) * layers
+    nothing = ((roofline.ExpertLoad(active_experts=0, assignments=0),),) * layers
     without = roofline.StepRows(tokens=point.concurrency, routing=nothing)
     others = roofline.compute_step_floors(sharding, without, record.rates.limits)
     same = [r for r in found if sizes.items() <= r.case.sizes.items()]

@@ -26,7 +26,7 @@ import msgspec
 
 from dcpbench.hangs.finding import Finding
 from dcpbench.launch import launcher
-from dcpbench.launch.torchrun import Machines
+from dcpbench.launch.torchrun import RendezvousOptions
 from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points.budget import plan_engines
 from dcpbench.points.device_probe import Probe
@@ -90,7 +90,7 @@ def run_case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[lis
         settings = msgspec.structs.replace(settings, kv_memory_bytes=4 << 30)
     with tempfile.TemporaryDirectory(prefix="dcpbench-hangs-") as name:
         folder = Path(name)
-        work = launcher.Work(
+        options = launcher.JobOptions(
             folder=folder,
             settings=settings,
             device=probe.device,
@@ -98,7 +98,7 @@ def run_case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[lis
             timeout=timeout,
             engines=tuple(plan_engines(points, settings, probe)),
         )
-        launcher.run_points(points, work, Machines(), watch)
+        launcher.run_points(points, options, RendezvousOptions(), watch)
         first, *rest = read_records(folder)
         where = folder / first.detail.get("evidence", "none") / "finding.json"
         found = msgspec.json.decode(where.read_bytes(), type=Finding) if where.exists() else None

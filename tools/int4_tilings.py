@@ -33,7 +33,7 @@ from dcpbench.bench.bench_record import BenchSettings, Case
 from dcpbench.bench.cases import MOE_PRODUCTS, BenchOptions, list_moe_cases
 from dcpbench.bench.operators import limits, moe
 from dcpbench.kernels.moe import int4_experts
-from dcpbench.points.roofline import Work, compute_floor_us
+from dcpbench.points.roofline import OperatorCost, compute_floor_us
 from tools.versions import Version, format_times, measure_versions, select_cases, write_lines
 
 if TYPE_CHECKING:
@@ -92,14 +92,14 @@ def parse_trial(word: str, before: ModuleType | None) -> Trial:
 
 
 def make_builders(
-    case: Case, trials: Mapping[str, Trial], build: moe.Moe, works: list[Work]
+    case: Case, trials: Mapping[str, Trial], build: moe.Moe, works: list[OperatorCost]
 ) -> dict[str, Callable[[], Calls]]:
     """Return a function that builds the calls of each trial, and adds their work to `works`."""
 
     def make(trial: Trial) -> Calls:
         with trial.select():
             calls = build.build_calls(case)
-        works.append(calls.work or Work())
+        works.append(calls.work or OperatorCost())
 
         def select_first(call: Callable[[], None]) -> Callable[[], None]:
             def run() -> None:
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build, settings = moe.Moe(device, seed=0), BenchSettings(seconds=options.seconds)
 
     def measure_case(case: Case) -> dict[str, Any]:
-        works: list[Work] = []
+        works: list[OperatorCost] = []
         builders = make_builders(case, trials[str(case.sizes["product"])], build, works)
         line = measure_versions(case.sizes, builders, device, settings)
         return line | {"floor_us": compute_floor_us(works[0], rates) if works and rates else None}

@@ -62,7 +62,7 @@ def compare_record(record: Record) -> ComparedStep | None:
     machine, steps, settings = load_machine(point.emulate or gpu), load_published_steps(), Settings()
     plan = plan_engine([point], settings, shape, make_planned_probe(machine.gpu, machine.gpus_per_host))
     found = forecast.estimate_point(point, plan, machine, settings, steps, steps.terms)
-    ms, ends = found.itl_ms.p50, found.itl_band
+    ms, ends = found.itl_ms.p50, found.itl_bounds_ms
     assert ms is not None
     assert ends is not None
     sharding = Sharding.from_point(point, shape)
@@ -70,7 +70,7 @@ def compare_record(record: Record) -> ComparedStep | None:
     return ComparedStep(
         point=point,
         experts=record.conditions.experts_hit * shape.experts / sharding.expert_ranks,
-        expected=sharding.estimate_routed(rows * point.dp).hit,
+        expected=sharding.estimate_expert_load(rows * point.dp).active_experts,
         busiest=record.conditions.busiest_rank_experts or 1.0,
         ms=record.metrics.step_ms.median,
         forecast_ms=ms,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from dcpbench.launch.version_check import Package
-from dcpbench.points.roofline import Work
+from dcpbench.points.roofline import OperatorCost
 from dcpbench.records.record import Environment, Gpu
 
 SCHEMA_VERSION = 1
@@ -92,7 +92,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     correct: bool | None = None
     difference: str = ""  # position of the first difference from the reference
     error: float | None = None  # ‖x − ref‖ / ‖ref‖ against fp64, worst rank; null if results must be bitwise equal
-    work: Work | None = None
+    work: OperatorCost | None = None
     floor_us: float | None = None  # lower bound by points.roofline; null on the CPU, and if a limit is unknown
     bytes_s: float | None = None  # `work` over the time in a graph
     flop_s: float | None = None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from dcpbench.models.shapes import ModelShape
-    from dcpbench.points.memory import Product
+    from dcpbench.points.memory import LinearShape
 
 DTYPES = ("bf16", "fp8")
 MERGE_VARIANTS = ("head-order", "correct", "pack", "combine", "value-proj")
@@ -271,10 +271,12 @@ def list_linear_cases(options: BenchOptions) -> list[Case]:
     return cases
 
 
-def list_linear_layers(shape: ModelShape, tp: int) -> dict[str, Product]:
+def list_linear_layers(shape: ModelShape, tp: int) -> dict[str, LinearShape]:
     """Return the linear layers of one of tp ranks, by name, that are quantised in a published checkpoint."""
     attention = make_attention_products(shape, Layout(tp=tp))
-    found: dict[str, Product] = {name: attention[name] for name in ("qkv", "qkv_a", "q_b", "o") if name in attention}
+    found: dict[str, LinearShape] = {
+        name: attention[name] for name in ("qkv", "qkv_a", "q_b", "o") if name in attention
+    }
     dense = shape.dense_inter if shape.first_dense else 0
     for name, width in ("shared", shape.shared_experts * shape.moe_inter), ("dense", dense):
         if not width:

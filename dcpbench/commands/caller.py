@@ -33,4 +33,4 @@ class Caller:
 
     part: Part | None = None  # set if this run is part of the caller's
     elsewhere: PlannedMachine | None = None  # set if the command is only validated, for this machine
-    typed: tuple[str, ...] = ()  # command and its arguments, without secrets; errors repeat them with other options
+    argv: tuple[str, ...] = ()  # command and its arguments, without secrets; errors repeat them with other options

@@ -145,7 +145,7 @@ def _make_flat(function: Callable[..., int]) -> Callable[..., None]:
         made = {name: kind(**{option: given.pop(option) for option in names}) for name, (kind, names) in groups.items()}
         for group in made.values():
             if hasattr(group, "caller"):
-                group.caller = dataclasses.replace(ctx.obj or group.caller, typed=ctx.meta[TYPED])
+                group.caller = dataclasses.replace(ctx.obj or group.caller, argv=ctx.meta[TYPED])
         raise typer.Exit(function(**given, **made))
 
     run_flat.__name__ = function.__name__

@@ -33,9 +33,9 @@ def make_counterpart_error(command: str, option: str, args: Sequence[str]) -> Us
         return None
     given = dict.fromkeys(word.partition("=")[0] for word in args if word.startswith("--") and word != "--")
     lacking = [name for name in given if name not in known]
-    words = remove_options(hide_headers(["dcpbench", other, *args]), set(lacking))
+    argv = remove_options(hide_headers(["dcpbench", other, *args]), set(lacking))
     text = f"{option} is an option of `dcpbench {other}`, which {purpose}."
-    typed = format_command_line(words)
+    typed = format_command_line(argv)
     if lacking:
         return UsageError(
             f"{text} That command has no {format_list(lacking, 'or')}. Type: {typed}\nOr leave out {option} to stay with `dcpbench {command}`."

@@ -96,7 +96,7 @@ def find_absent_options(command: Any, typed: Mapping[str, Any], *, shared: bool)
 
 def check_command(
     command: Any,  # noqa: ANN401 -- as above
-    words: Sequence[str],
+    argv: Sequence[str],
     typed: Mapping[str, Any],
     there: Machines,
     away: Collection[str],
@@ -105,15 +105,15 @@ def check_command(
 
     Return a sentence that describes what was checked.
     """
-    each = any(name in SAYS_ALL for name in away) or (words[0] == "server" and "step_times" in away)
+    each = any(name in SAYS_ALL for name in away) or (argv[0] == "server" and "step_times" in away)
     whole = there.counted and DECIDES.isdisjoint(away)
     try:
         if each:
-            _check_each(words[0], typed)
+            _check_each(argv[0], typed)
         else:
-            _check_plan(command, words, there, away, whole=whole)
+            _check_plan(command, argv, there, away, whole=whole)
     except DcpbenchError as e:
-        raise type(e)(f"the submitted {words[0]}: {e}") from e
+        raise type(e)(f"the submitted {argv[0]}: {e}") from e
     if each:
         return "The other options were checked one by one."
     return (
@@ -147,7 +147,7 @@ def _check_each(name: str, typed: Mapping[str, Any]) -> None:
 
 def _check_plan(
     command: Any,  # noqa: ANN401 -- as above
-    words: Sequence[str],
+    argv: Sequence[str],
     there: Machines,
     away: Collection[str],
     *,
@@ -156,14 +156,14 @@ def _check_plan(
     """Plan the command without the options in `away`. `whole`: also check its points, not only values."""
     unread = {*away, "prompts"} if "checkpoint" in away else set(away)
     options = [option for p in command.params if p.name in unread for option in p.opts]
-    arguments = remove_options(words[1:], options, ())
+    arguments = remove_options(argv[1:], options, ())
     errors: list[DcpbenchError] = []
     for probe in there.probes:
         planned = PlannedMachine(probe, nodes=there.nodes, points=whole, layouts=there.counted)
         output = io.StringIO()
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                run_command(command, arguments, words[0], caller=Caller(elsewhere=planned))
+                run_command(command, arguments, argv[0], caller=Caller(elsewhere=planned))
         except DcpbenchError as e:
             errors.append(e)
         else:
@@ -176,10 +176,10 @@ def _is_path(word: str) -> bool:
     return "/" in word or word.endswith(".toml") or word in (".", "..")
 
 
-def remove_options(words: Sequence[str], valued: Sequence[str], flags: Sequence[str]) -> list[str]:
+def remove_options(argv: Sequence[str], valued: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Return the words of a command without these options."""
     kept: list[str] = []
-    left = iter(words)
+    left = iter(argv)
     for word in left:
         if word in valued:
             next(left, None)

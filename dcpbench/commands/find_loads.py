@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from dcpbench.commands.options import Run
     from dcpbench.commands.point_runner import WorkOff
-    from dcpbench.launch.launcher import Work
+    from dcpbench.launch.launcher import JobOptions
     from dcpbench.plan.load_search import LoadRange
     from dcpbench.points.budget import EnginePlan
     from dcpbench.points.device_probe import Probe
@@ -54,7 +54,7 @@ class LoadSearch:
         self,
         candidates: Sequence[grid.Candidate],
         folder: Path,
-        work: Work,
+        options: JobOptions,
         probe: Probe,
         run: Run,
         work_off: WorkOff,
@@ -67,13 +67,13 @@ class LoadSearch:
         with folders.lock_folder(folder) as lock:
             with folders.convert_write_errors(folder):
                 point_runner.prepare_folder(
-                    [c for c in candidates if c.error is None], folder, work, run, None, searched=True
+                    [c for c in candidates if c.error is None], folder, options, run, None, searched=True
                 )
                 self._print_start(folder, probe)
                 choose = functools.partial(self._choose_added_points, layouts, folder)
                 while chosen := self._choose_runnable(layouts, folder):
                     engines = tuple(dict.fromkeys(c.plan for c in chosen if c.plan))
-                    now = msgspec.structs.replace(work, engines=engines, lock=lock, choose_points=choose)
+                    now = msgspec.structs.replace(options, engines=engines, lock=lock, choose_points=choose)
                     work_off([c.point for c in chosen], now, run)
             found = self._collect_results(layouts, folder)
             measured = [c for load in sorted(self._expanded) for c in self._expanded[load]]
@@ -120,7 +120,7 @@ class LoadSearch:
         chosen: list[grid.Candidate] = []
         known = read_last_records(folder, bad=[])
         for key, loads in self._group_records(layouts, known.values()).items():
-            shares = {load: one.share for load, one in loads.items()}
+            shares = {load: one.slo_ratio for load, one in loads.items()}
             load = choose_next_load(shares, self.bounds, self._new[key], replayed=is_replayed(layouts[key]))
             if load is None:
                 continue
@@ -170,7 +170,7 @@ class LoadSearch:
         names = _name_layouts(layouts)
         return [
             FoundLoad(
-                who=names[key],
+                label=names[key],
                 replayed=is_replayed(layouts[key]),
                 bounds=self.bounds,
                 measured=tuple(loads.values()),

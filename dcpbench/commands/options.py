@@ -15,7 +15,7 @@ from dcpbench.models import ALIASES, SHAPES
 from dcpbench.points.structured_options import Collectives, Gpu, Mtp, Nodes, PageSize, Timeout
 
 if TYPE_CHECKING:
-    from dcpbench.launch.torchrun import Machines
+    from dcpbench.launch.torchrun import RendezvousOptions
 
 OPTION = make_panel(None)
 LAYOUT = make_panel("Layouts (comma lists)", metavar="N,…")
@@ -138,12 +138,12 @@ class Run(Group):
     nodes: Nodes | None = None
 
     @property
-    def machines(self) -> "Machines":
+    def machines(self) -> "RendezvousOptions":
         """Return the machines of the run: this one only, unless the command has an option for several."""
-        from dcpbench.launch.torchrun import Machines
+        from dcpbench.launch.torchrun import RendezvousOptions
 
         nodes = self.nodes or Nodes()
-        return Machines(nnodes=nodes.count, node_rank=nodes.rank, rdzv_endpoint=nodes.endpoint)
+        return RendezvousOptions(nnodes=nodes.count, node_rank=nodes.rank, rdzv_endpoint=nodes.endpoint)
 
     @property
     def gpu_name(self) -> str | None:

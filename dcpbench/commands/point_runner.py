@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
     from dcpbench.records.runs import Run as ReadRun
 
-    WorkOff = Callable[[Sequence[Point], launcher.Work, Run], None]
+    WorkOff = Callable[[Sequence[Point], launcher.JobOptions, Run], None]
     Options = Mapping[str, object] | None
 
 WORKER = launcher.WORKER
@@ -126,7 +126,7 @@ def measure(
             probe,
             there.nodes if there else run.machines.nnodes,
             submitted=there is not None,
-            typed=run.caller.typed,
+            argv=run.caller.argv,
         )
 
     search = make_search(bounds, spec, expand)
@@ -137,22 +137,22 @@ def measure(
     if finish_if_planned(candidates, probe, run):
         return 0
     folder = run.output or folders.choose_folder("-".join(spec.model), spec.tp)
-    work = make_work(folder, spec.settings, probe, run)
+    options = make_work(folder, spec.settings, probe, run)
     if run.machines.node_rank:
         folders.make_folder(folder)
         print_stderr(
             f"Node {run.machines.node_rank}: joins node 0 at {run.machines.rdzv_endpoint}, which writes the records."
         )
-        with handle_stop(run, work):
-            launcher.run_points([], work, run.machines, lambda _: None)
+        with handle_stop(run, options):
+            launcher.run_points([], options, run.machines, lambda _: None)
         return 0
-    return run_candidates(candidates, folder, work, probe, run, work_off, given=given, search=search)
+    return run_candidates(candidates, folder, options, probe, run, work_off, given=given, search=search)
 
 
 def run_candidates(
     candidates: Sequence[grid.Candidate],
     folder: Path,
-    work: launcher.Work,
+    options: launcher.JobOptions,
     probe: Probe,
     run: Run,
     work_off: WorkOff | None = None,
@@ -165,11 +165,11 @@ def run_candidates(
     With `search`, the points are those of the loads that it chooses; `candidates` have its lowest load.
     """
     if search is not None:
-        return search.run(candidates, folder, work, probe, run, work_off or run_points)
+        return search.run(candidates, folder, options, probe, run, work_off or run_points)
     with folders.lock_folder(folder) as lock:
         with folders.convert_write_errors(folder):
-            left = prepare_folder(candidates, folder, work, run, given)
-            points = _drop_set_aside(left, folder, work.retries)
+            left = prepare_folder(candidates, folder, options, run, given)
+            points = _drop_set_aside(left, folder, options.retries)
             pool_points = tuple(c.point for c in candidates if c.error is None)
             engines = tuple(dict.fromkeys(c.plan for c in candidates if c.plan))
             if run.caller.part is None:
@@ -177,7 +177,7 @@ def run_candidates(
                 if work_off is None:
                     report_at_start(folder, cuda=probe.device == "cuda")
             (work_off or run_points)(
-                points, msgspec.structs.replace(work, pool_points=pool_points, engines=engines, lock=lock), run
+                points, msgspec.structs.replace(options, pool_points=pool_points, engines=engines, lock=lock), run
             )
         return finish_run(candidates, folder, probe, run)
 
@@ -288,7 +288,7 @@ def _get_planned_count(run: Run) -> int:
 def prepare_folder(
     candidates: Sequence[grid.Candidate],
     folder: Path,
-    work: launcher.Work,
+    options: launcher.JobOptions,
     run: Run,
     given: Options,
     *,
@@ -313,7 +313,7 @@ def prepare_folder(
     elif run.resume and known and not searched and not any(c.point.get_key() in known for c in candidates):
         print_stderr(f"None of these points is in {folder}; to continue its run, repeat the command of that run.")
     if run.resume:
-        now = folders.list_settings(candidates[0].point, work.settings, work.device)
+        now = folders.list_settings(candidates[0].point, options.settings, options.device)
         if changed := folders.check_resumed(folder, now):
             print_stderr(changed)
     for c in candidates:
@@ -337,27 +337,27 @@ def _drop_set_aside(points: list[Point], folder: Path, retries: int) -> list[Poi
     return [p for p in points if p not in aside]
 
 
-def run_points(points: Sequence[Point], work: launcher.Work, run: Run) -> None:
+def run_points(points: Sequence[Point], options: launcher.JobOptions, run: Run) -> None:
     """Run the points and show how far they are; an interrupt ends the workers, then the command."""
-    with handle_stop(run, work), make_progress_bar(run, points, work) as bar:
-        launcher.run_points(points, _show_chosen_points(work, bar), run.machines, bar)
+    with handle_stop(run, options), make_progress_bar(run, points, options) as bar:
+        launcher.run_points(points, _show_chosen_points(options, bar), run.machines, bar)
 
 
-def _show_chosen_points(work: launcher.Work, bar: ProgressBar) -> launcher.Work:
+def _show_chosen_points(options: launcher.JobOptions, bar: ProgressBar) -> launcher.JobOptions:
     """Return the work, and have a progress bar show the points that a search adds to a job."""
-    choose = work.choose_points
+    choose = options.choose_points
     if choose is None:
-        return work
+        return options
 
     def choose_points(point: Point) -> Sequence[Point]:
         points = choose(point)
         bar.add_points(points)
         return points
 
-    return msgspec.structs.replace(work, choose_points=choose_points)
+    return msgspec.structs.replace(options, choose_points=choose_points)
 
 
-def make_progress_bar(run: Run, points: Sequence[Point], work: launcher.Work) -> ProgressBar:
+def make_progress_bar(run: Run, points: Sequence[Point], options: launcher.JobOptions) -> ProgressBar:
     """Return a progress bar of the points, on stderr. In a search, their number is not known before its end."""
     from dcpbench.launch.progress import ProgressBar, format_point_names, list_point_kinds
 
@@ -369,25 +369,25 @@ def make_progress_bar(run: Run, points: Sequence[Point], work: launcher.Work) ->
         make_console(error=True),
         what,
         brief=part is not None,
-        counted=work.choose_points is None,
+        counted=options.choose_points is None,
         kinds=kinds,
     )
 
 
 @contextlib.contextmanager
-def handle_stop(run: Run, work: launcher.Work) -> Iterator[None]:
+def handle_stop(run: Run, options: launcher.JobOptions) -> Iterator[None]:
     """End the workers first on Ctrl-C, SIGTERM and a lost terminal (SIGHUP), then print what to type next."""
-    folder = shlex.quote(str(work.folder))
+    folder = shlex.quote(str(options.folder))
     again = f"go on, repeat the command with: -o {folder} --resume"
-    if work.kind == "verify":
+    if options.kind == "verify":
         again = f"check again, repeat the command with: -o {folder} --force"
-    ended = "" if work.settings.step_times else "the workers have ended and "
+    ended = "" if options.settings.step_times else "the workers have ended and "
 
     def explain() -> str:
-        records = get_record_file(work.folder)
+        records = get_record_file(options.folder)
         there = records.is_file() and records.stat().st_size > 0
         report = f"\nFor a report of what was measured: dcpbench report {folder}" if there else ""
-        return f"Interrupted; {ended}what was measured is in {work.folder}. To {again}{report}"
+        return f"Interrupted; {ended}what was measured is in {options.folder}. To {again}{report}"
 
     with print_when_stopped(explain if run.caller.part is None else ""):
         yield
@@ -426,7 +426,7 @@ def finish_run(
     print_paths(paths, sys.stderr if run.as_json else sys.stdout)
     if failed:
         return ExitCode.FAILED
-    return ExitCode.NO_ANSWER if found is not None and not any(one.limit for one in found) else 0
+    return ExitCode.NO_ANSWER if found is not None and not any(one.highest_passing_load for one in found) else 0
 
 
 def format_no_report(folders: Sequence[Path]) -> str:
@@ -544,9 +544,9 @@ def print_start(
     print_stderr(f"{format_count(len(points), 'point')} to run{skipped}{extra}. Output: {folder}")
 
 
-def make_work(folder: Path, settings: Settings, probe: Probe, run: Run) -> launcher.Work:
+def make_work(folder: Path, settings: Settings, probe: Probe, run: Run) -> launcher.JobOptions:
     """Return the settings that all jobs of a command share."""
-    return launcher.Work(
+    return launcher.JobOptions(
         folder=folder.absolute(),
         settings=settings,
         device=probe.device,

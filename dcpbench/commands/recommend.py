@@ -149,10 +149,10 @@ def recommend(
     with ProgressLine() as line:
         choices, notes = choose_layouts(query, known, steps, line)
     starts = {
-        best.who: [_make_start(name, query, choice, best, steps) for name in answer_formats.STARTED_ENGINES]
+        best.label: [_make_start(name, query, choice, best, steps) for name in answer_formats.STARTED_ENGINES]
         for choice, best in answer_formats.list_recommended(choices)
     }
-    forecasts = {f.who: f for choice in choices for f in choice.ranked}
+    forecasts = {f.label: f for choice in choices for f in choice.ranked}
     flags = {who: _make_commands(query, f) for who, f in forecasts.items()}
     found = answer_formats.convert_to_json(query, choices, notes, steps, starts, flags)
     if output is not None:

@@ -13,7 +13,7 @@ from dcpbench.points.structured_options import Disaggregate, Find, Mtp, Prefill,
 from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
-    from dcpbench.launch.launcher import Work
+    from dcpbench.launch.launcher import JobOptions
     from dcpbench.plan.serve_spec import ServeLoads
     from dcpbench.plan.spec import SweepSpec
     from dcpbench.points.device_probe import Probe
@@ -169,7 +169,7 @@ def serve(
     return point_runner.measure(spec, probe, run, _replay_points, given={**own, **given}, bounds=bounds)
 
 
-def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> None:
+def _replay_points(points: Sequence["Point"], options: "JobOptions", run: opt.Run) -> None:
     """Replay each point in virtual time, in this process."""
     from dcpbench.commands.point_runner import handle_stop, make_progress_bar
     from dcpbench.errors import DcpbenchError
@@ -180,20 +180,20 @@ def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> Non
     from dcpbench.serving.outcome import format_summary
     from dcpbench.serving.replay import replay_from_file
 
-    out = RecordFile(work.folder)
-    with handle_stop(run, work), make_progress_bar(run, points, work) as bar:
+    out = RecordFile(options.folder)
+    with handle_stop(run, options), make_progress_bar(run, points, options) as bar:
         for point in points:
             try:
                 record = replay_from_file(
                     point,
-                    find_engine_plan(point, work.engines),
-                    Path(work.settings.step_times),
-                    work.settings,
-                    work.folder,
-                    work.command,
+                    find_engine_plan(point, options.engines),
+                    Path(options.settings.step_times),
+                    options.settings,
+                    options.folder,
+                    options.command,
                 )
             except DcpbenchError as e:
-                detail = {"device": work.hardware}
+                detail = {"device": options.hardware}
                 record = Record(point=point, outcome="failed", reason=str(e), detail=detail)
             record = out.append(record)
             stage = "done" if record.outcome == "ok" else record.outcome

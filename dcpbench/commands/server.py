@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dcpbench.commands.find_loads import LoadSearch
-    from dcpbench.launch.launcher import Work
+    from dcpbench.launch.launcher import JobOptions
     from dcpbench.plan.grid import Candidate
     from dcpbench.plan.load_search import LoadRange
     from dcpbench.plan.server_spec import ServerSpec
@@ -328,21 +328,27 @@ def replay_step_times(
         f"{times.engine.engine}-{Path(str(times.path['model'])).name}", (int(times.path["tp"]),)
     )
 
-    def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
+    def run_all(points: "Sequence[Point]", options: "JobOptions", run: opt.Run) -> None:
         from dcpbench.records.file import RecordFile
         from dcpbench.servers.engine_replay import replay_server_point
-        from dcpbench.servers.measure import list_places
+        from dcpbench.servers.measure import list_point_progress
 
-        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points, work) as bar:
-            for place in list_places(points, bar):
+        with point_runner.handle_stop(run, options), point_runner.make_progress_bar(run, points, options) as bar:
+            for progress in list_point_progress(points, bar):
                 record = replay_server_point(
-                    place.point, times, resolved, work.settings, work.folder, command=work.command, policy=policy
+                    progress.point,
+                    times,
+                    resolved,
+                    options.settings,
+                    options.folder,
+                    command=options.command,
+                    policy=policy,
                 )
-                place.show_record(RecordFile(work.folder).append(record))
+                progress.show_record(RecordFile(options.folder).append(record))
 
-    work = point_runner.make_work(folder, settings, probe, run)
+    options = point_runner.make_work(folder, settings, probe, run)
     search = _make_search(bounds, spec, expand)
-    return point_runner.run_candidates(candidates, folder, work, probe, run, run_all, search=search)
+    return point_runner.run_candidates(candidates, folder, options, probe, run, run_all, search=search)
 
 
 def _make_search(
@@ -400,7 +406,7 @@ def _measure_running(
     from dcpbench.servers.measure import (
         MeasuredServer,
         fetch_server_info,
-        list_places,
+        list_point_progress,
         make_candidates,
         measure_points,
         resolve_prompt_format,
@@ -437,13 +443,13 @@ def _measure_running(
     folder = run.output or folders.choose_folder(f"{info.engine}-{Path(card.id).name}", (spec.layout["tp"],))
     options_of_replays = ReplayOptions(policy=replays.policy or "", token_budget=replays.token_budget)
 
-    def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
+    def run_all(points: "Sequence[Point]", options: "JobOptions", run: opt.Run) -> None:
         server = MeasuredServer(
-            config=config, info=info, prompt_format=prompt_format, settings=work.settings, folder=work.folder
+            config=config, info=info, prompt_format=prompt_format, settings=options.settings, folder=options.folder
         )
-        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points, work) as bar:
+        with point_runner.handle_stop(run, options), point_runner.make_progress_bar(run, points, options) as bar:
             replay = functools.partial(replay_on_server, options=options_of_replays)
-            measure_points(list_places(points, bar), server, replay=replay)
+            measure_points(list_point_progress(points, bar), server, replay=replay)
 
     work = point_runner.make_work(folder, spec.settings, probe, run)
     search = _make_search(bounds, spec, expand)
@@ -497,14 +503,14 @@ def _measure_started(
         make_traces_folder(options.traces)
     folder = run.output or folders.choose_folder(f"{preset.name}-{Path(model).name}", tps)
 
-    def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
-        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points, work) as bar:
+    def run_all(points: "Sequence[Point]", options: "JobOptions", run: opt.Run) -> None:
+        with point_runner.handle_stop(run, options), point_runner.make_progress_bar(run, points, options) as bar:
             servers = ServerSweep(
                 engine=preset,
                 model=model,
                 config=config,
-                settings=work.settings,
-                folder=work.folder,
+                settings=options.settings,
+                folder=options.folder,
                 limit_s=get_start_s(run.timeout),
                 replay=ReplayOptions(policy=replays.policy or "", token_budget=replays.token_budget),
                 kept=kept if bounds else None,

@@ -386,14 +386,14 @@ class TargetCluster:
     otherwise: bool  # True if the job may get GPUs without --gpus-per-node
 
 
-def _parse_submission(words: Sequence[str], job: Job, where: TargetCluster) -> JobSpec:
+def _parse_submission(argv: Sequence[str], job: Job, where: TargetCluster) -> JobSpec:
     """Parse and validate the submitted command. Raise UsageError, or the error that the command itself would raise."""
     from dcpbench.submit.submission import SUBMIT_FOLDER, JobSpec
 
     example = f"dcpbench submit {where.kind} --nodes 2 --gpus-per-node 8 -- sweep --tp 16 --dcp 8"
-    words = words[1:] if words[:1] == ["dcpbench"] else words
-    if not words or words[0] not in RUNNABLE:
-        problem = f"{words[0]!r} cannot be submitted." if words else "the command is missing."
+    argv = argv[1:] if argv[:1] == ["dcpbench"] else argv
+    if not argv or argv[0] not in RUNNABLE:
+        problem = f"{argv[0]!r} cannot be submitted." if argv else "the command is missing."
         raise UsageError(f"{problem} Write {format_list(RUNNABLE, 'or')} with its options behind --, as in: {example}")
     if job.nodes < 1:
         raise UsageError(f"--nodes {job.nodes} is not positive; try --nodes 1.")
@@ -403,21 +403,21 @@ def _parse_submission(words: Sequence[str], job: Job, where: TargetCluster) -> J
         raise UsageError(f"--name {job.name}: write at most 42 of a-z, 0-9 and -, beginning with a letter.")
     if job.time is not None and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", job.time):
         raise UsageError(f"--time {job.time}: write minutes, HH:MM:SS or D-HH:MM:SS, such as --time 4:00:00.")
-    if redaction.redact_values(list(words)) != list(words):
+    if redaction.redact_values(list(argv)) != list(argv):
         raise UsageError(
             f"the command contains a key, and it is stored in {SUBMIT_FOLDER}/ of the run and shown by the cluster: "
-            f"{redaction.format_command_line(words)}. Set it in the environment of the job instead, as VLLM_API_KEY for vLLM, or "
+            f"{redaction.format_command_line(argv)}. Set it in the environment of the job instead, as VLLM_API_KEY for vLLM, or "
             "in the [env] of an engine's file that the machines of the job have."
         )
-    runs, typed, given = _parse_command(words)
-    _check_command(words[0], typed, given, job)
-    _check_plan(runs, words, typed, job, where)
+    runs, typed, given = _parse_command(argv)
+    _check_command(argv[0], typed, given, job)
+    _check_plan(runs, argv, typed, job, where)
     _check_gpus(typed, job, where)
     output = typed["output"]
-    folder = Path(output) if output else Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{words[0]}-{where.kind}"
+    folder = Path(output) if output else Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{argv[0]}-{where.kind}"
     start = "--resume" if typed.get("resume") else "--force" if typed.get("force") else ""
     return JobSpec(
-        words=(words[0], *remove_options(words[1:], ("-o", "--output"), ("--resume", "--force"))),
+        words=(argv[0], *remove_options(argv[1:], ("-o", "--output"), ("--resume", "--force"))),
         folder=folder.absolute(),
         start=start,
         again="--resume" if "resume" in typed else "--force",
@@ -429,18 +429,18 @@ def _parse_submission(words: Sequence[str], job: Job, where: TargetCluster) -> J
     )
 
 
-def _parse_command(words: Sequence[str]) -> tuple[Any, Mapping[str, Any], set[str]]:
+def _parse_command(argv: Sequence[str]) -> tuple[Any, Mapping[str, Any], set[str]]:
     """Return the command, its options by name, and the names of given options. Raise UsageError if it rejects them."""
-    runs = load_command(words[0])
-    if {"-h", "--help"} & set(words):
-        raise UsageError(f"see `dcpbench {words[0]} --help` for its options, and leave --help out here.")
+    runs = load_command(argv[0])
+    if {"-h", "--help"} & set(argv):
+        raise UsageError(f"see `dcpbench {argv[0]} --help` for its options, and leave --help out here.")
     try:
-        with runs.make_context(words[0], list(words[1:])) as parsed:
+        with runs.make_context(argv[0], list(argv[1:])) as parsed:
             typed = dict(parsed.params)
             given = {p.name for p in runs.params if typed.get(p.name) != p.get_default(parsed)}
     except PARSER_ERROR as e:
         raise UsageError(
-            f"{shlex.join(words)}: {e.format_message().rstrip('.')}. See `dcpbench {words[0]} --help`."
+            f"{shlex.join(argv)}: {e.format_message().rstrip('.')}. See `dcpbench {argv[0]} --help`."
         ) from e
     return runs, typed, given
 
@@ -509,10 +509,10 @@ def _check_gpus(typed: Mapping[str, Any], job: Job, where: TargetCluster) -> Non
     )
 
 
-def _check_plan(runs: Any, words: Sequence[str], typed: Mapping[str, Any], job: Job, where: TargetCluster) -> None:  # noqa: ANN401 -- a Typer command
+def _check_plan(runs: Any, argv: Sequence[str], typed: Mapping[str, Any], job: Job, where: TargetCluster) -> None:  # noqa: ANN401 -- a Typer command
     """Raise the error that the command would raise on the cluster, and print which options could not be checked."""
     away = elsewhere.find_absent_options(runs, typed, shared=where.shared)
-    checked = elsewhere.check_command(runs, words, typed, _make_machines(typed, job), away)
+    checked = elsewhere.check_command(runs, argv, typed, _make_machines(typed, job), away)
     if away:
         options = format_list([format_flag(name) for name in away])
         print_stderr(f"{options} cannot be checked here, as only the machines of the job have the files. {checked}")

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from dcpbench.commands.options import Run, RunOnMachines
     from dcpbench.commands.sweep import Engines
-    from dcpbench.launch.launcher import Work
+    from dcpbench.launch.launcher import JobOptions
     from dcpbench.points.point import Point
     from dcpbench.records.record import Rates
     from dcpbench.servers.presets import Engine
@@ -75,21 +75,21 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
     folder = run.output or folders.choose_folder(f"{engine.name}-{Path(model).name}", tps)
     config = _make_client_config(run, cpu=cpu)
 
-    def run_all(points: Sequence[Point], work: Work, run: Run) -> None:
+    def run_all(points: Sequence[Point], options: JobOptions, run: Run) -> None:
         with tempfile.TemporaryDirectory(prefix="dcpbench-traces-") as temporary:
-            traces = (engines.traces or Path(temporary)) if work.settings.profile else None
+            traces = (engines.traces or Path(temporary)) if options.settings.profile else None
             measure = StepPoints(
                 limits=lambda point: _read_limits(engine, point, model),
                 rates=rates,
                 keep_traces=engines.traces is not None,
             )
-            with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points, work) as bar:
+            with point_runner.handle_stop(run, options), point_runner.make_progress_bar(run, points, options) as bar:
                 servers = ServerSweep(
                     engine=engine,
                     model=model,
                     config=dataclasses.replace(config, traces=traces),
-                    settings=work.settings,
-                    folder=work.folder,
+                    settings=options.settings,
+                    folder=options.folder,
                     limit_s=get_start_s(run.timeout),
                     measure_point=measure,
                 )
@@ -97,8 +97,8 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
 
     if engines.traces is not None:
         make_traces_folder(engines.traces)
-    work = point_runner.make_work(folder, settings, probe, run)
-    return point_runner.run_candidates(candidates, folder, work, probe, run, run_all, given=given)
+    options = point_runner.make_work(folder, settings, probe, run)
+    return point_runner.run_candidates(candidates, folder, options, probe, run, run_all, given=given)
 
 
 def _check_options(engines: Engines, given: Mapping[str, object], run: RunOnMachines) -> None:

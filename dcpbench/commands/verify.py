@@ -201,13 +201,13 @@ def verify(layouts: Layouts, load: Load, how: opt.LayerOptions, remote: ServerOp
     texts = _load_prompts(spec, load)
     folder = run.output or folders.choose_folder("verify", spec.tp)
     points = [c.point for c in candidates if c.error is None]
-    work = point_runner.make_work(folder, spec.settings, probe, run)
-    work = msgspec.structs.replace(work, kind="verify", new_tokens=load.new_tokens or NEW_TOKENS, prompts=texts)
+    options = point_runner.make_work(folder, spec.settings, probe, run)
+    options = msgspec.structs.replace(options, kind="verify", new_tokens=load.new_tokens or NEW_TOKENS, prompts=texts)
     with folders.lock_folder(folder) as lock:
         with folders.convert_write_errors(folder):
             folders.prepare_checks(folder, force=run.force)
             point_runner.print_start(candidates, points, folder, probe, cpu_note=False)
-            point_runner.run_points(points, msgspec.structs.replace(work, lock=lock), run)
+            point_runner.run_points(points, msgspec.structs.replace(options, lock=lock), run)
         return _print_checks(points, folder, run)
 
 

@@ -105,7 +105,7 @@ class LayersHeld(msgspec.Struct, frozen=True, kw_only=True):
     layers: int  # of the whole model
 
 
-class Broken(msgspec.Struct, kw_only=True):
+class OneSidedPoint(msgspec.Struct, kw_only=True):
     """Hold a point that ran on one side only."""
 
     name: str
@@ -148,7 +148,7 @@ class Comparison(msgspec.Struct, kw_only=True):
     points: list[PointResult]
     only_a: list[str]
     only_b: list[str]
-    broken: list[Broken]
+    broken: list[OneSidedPoint]
     notes: list[str]
     layers_held: list[LayersHeld] = []  # empty if all points that were compared held every layer
     rules: list[str] = []

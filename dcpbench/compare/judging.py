@@ -9,7 +9,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.compare import effects
-from dcpbench.compare.comparison import WORST_FIRST, Broken, Comparison, PointResult, Row, Uncompared
+from dcpbench.compare.comparison import WORST_FIRST, Comparison, OneSidedPoint, PointResult, Row, Uncompared
 from dcpbench.compare.comparison_text import count_launches
 from dcpbench.compare.environments import collect_warnings, count_layers_held, find_differences
 from dcpbench.compare.sampling_error import Requests, estimate_error, get_comparable, read_record_requests
@@ -369,9 +369,9 @@ def _compute_exp(log: float) -> float:
     return math.exp(log) if abs(log) < MAX_LOG else (0.0 if log < 0 else math.inf)
 
 
-def _make_broken(record: Record, side: SideName) -> Broken:
+def _make_broken(record: Record, side: SideName) -> OneSidedPoint:
     reason = make_printable((record.reason or "no reason was recorded")[:500])
-    return Broken(
+    return OneSidedPoint(
         name=format_point(record.point), side=side, outcome=make_printable(record.outcome[:20]), reason=reason
     )
 

@@ -106,5 +106,5 @@ def estimate_error(
         span = formulas.find_steady_window(times, clients, requests.waiting_s)
     if span is None or not span[1] > span[0]:
         return None
-    counts, _ = np.histogram(np.concatenate([np.asarray(t.token_s) for t in times]), WINDOWS, span)
+    counts, _ = np.histogram(np.concatenate([np.asarray(t.token_times_s) for t in times]), WINDOWS, span)
     return resampling.estimate_error(counts.astype(np.float64), resampling.compute_mean, seed, requests=True)

@@ -34,7 +34,7 @@ def iter_checkpoint_tensors(source: Source, shape: ModelShape, *, fp8: bool) -> 
     for index in range(shape.layers):
         yield from tensors.iter_layer(index)
     yield tensors.read_vector(names.final_norm, shape.hidden)
-    if not shape.tied:
+    if not shape.tie_word_embeddings:
         yield tensors.read_vocabulary(names.lm_head)
 
 
@@ -85,16 +85,16 @@ class _Tensors:
     def iter_grouped_attention(self, prefix: str) -> Iterator[NamedTensor]:
         s, names = self.shape, self.names
         assert s.gqa is not None
-        yield from self.iter_linear(prefix + names.q, s.heads * s.head_width, s.hidden, split="rows")
+        yield from self.iter_linear(prefix + names.q, s.heads * s.qk_head_dim, s.hidden, split="rows")
         for name in (names.k, names.v):
-            yield from self.iter_linear(prefix + name, s.gqa.kv_heads * s.head_width, s.hidden, split="rows")
+            yield from self.iter_linear(prefix + name, s.gqa.kv_heads * s.qk_head_dim, s.hidden, split="rows")
         for name in (names.q_head_norm, names.k_head_norm) if s.gqa.qk_norm else ():
-            yield self.read_vector(prefix + name, s.head_width)
-        yield from self.iter_linear(prefix + names.o, s.hidden, s.heads * s.value, split="columns")
+            yield self.read_vector(prefix + name, s.qk_head_dim)
+        yield from self.iter_linear(prefix + names.o, s.hidden, s.heads * s.v_head_dim, split="columns")
 
     def iter_latent_attention(self, prefix: str) -> Iterator[NamedTensor]:
         s, names = self.shape, self.names
-        queries = s.heads * s.head_width
+        queries = s.heads * s.qk_head_dim
         if s.q_lora is None:
             yield from self.iter_linear(prefix + names.q, queries, s.hidden, split="rows")
         else:
@@ -103,8 +103,10 @@ class _Tensors:
             yield from self.iter_linear(prefix + names.q_b, queries, s.q_lora, split="rows")
         yield from self.iter_linear(prefix + names.kv_a, s.kv_width, s.hidden)
         yield self.read_vector(prefix + names.kv_norm, s.latent)
-        yield from self.iter_linear(prefix + names.kv_b, s.heads * (s.nope + s.value), s.latent, split="rows")
-        yield from self.iter_linear(prefix + names.o, s.hidden, s.heads * s.value, split="columns")
+        yield from self.iter_linear(
+            prefix + names.kv_b, s.heads * (s.qk_nope_head_dim + s.v_head_dim), s.latent, split="rows"
+        )
+        yield from self.iter_linear(prefix + names.o, s.hidden, s.heads * s.v_head_dim, split="columns")
 
     def iter_mlp(self, prefix: str, inner: int) -> Iterator[NamedTensor]:
         hidden, names = self.shape.hidden, self.names

@@ -70,17 +70,18 @@ class Batch:
     """Fixed buffers, attention plan and graph of one padded number of requests and one query length."""
 
     def __init__(
-        self, requests: int, query_length: int, backend: Backend, exchange: Exchange, device: torch.device
+        self, num_requests: int, query_length: int, backend: Backend, exchange: Exchange, device: torch.device
     ) -> None:
-        self.requests, self.query_length, self.backend, self.exchange = requests, query_length, backend, exchange
-        self.size = requests * query_length  # rows of a step
+        self.num_requests, self.query_length = num_requests, query_length
+        self.backend, self.exchange = backend, exchange
+        self.size = num_requests * query_length  # rows of a step
         self.rows = torch.zeros(2, self.size, dtype=torch.int64, device=device)  # slot, token index: all that changes
         self.slots, self.positions = self.rows
         self.logits: torch.Tensor | None = None
         self.next_tokens: torch.Tensor | None = None  # [B] int64, sampled last; without drafts also in the table
         self.accepted: torch.Tensor | None = None  # [requests] int64, accepted by the last step; None: no drafts
         self.router_inputs: RouterInputs | None = None  # set before the first step: a graph holds its address
-        self.later: list[Batch] | None = None  # one row per request, to draft further tokens (`plan_drafts`); or None
+        self.draft_batches: list[Batch] | None = None  # one row per request; None without (`plan_drafts`)
         self.drafts: torch.Tensor | None = None  # [requests, N] int64, drafted by the last step; None: it did not draft
         self.captured: CapturedStep | None = None
 
@@ -106,12 +107,12 @@ class DecodeEngine:
         self.device = model.kv.data.device
         self.largest = compute_batch_rows(max_requests)  # most requests of a step, with padding
         self.query_length = query_length
-        self.made: dict[str, Exchange] = {}
+        self.exchange_cache: dict[str, Exchange] = {}
         self.batches: dict[tuple[int, int], Batch] = {}  # by padded number of requests and query length
         self.select_path(backend, exchange)
         _, pages, self.page_size, _ = model.kv.data.shape
         self.max_context = max_context
-        self.requests = RequestPool(max_requests, max_context, self.device, padding=padding)
+        self.request_pool = RequestPool(max_requests, max_context, self.device, padding=padding)
         self.allocator = DcpAllocator(pages, self.page_size, model.layout.dcp, model.interleave)
 
     def select_path(self, backend: str, exchange: str) -> None:
@@ -119,21 +120,21 @@ class DecodeEngine:
 
         Raise the same DcpbenchError on all ranks if the exchange cannot work here; nothing is changed in that case.
         """
-        if exchange not in self.made:
-            self.made[exchange] = make_exchange(exchange, self.model.groups.dcp, self._make_exchange_spec())
+        if exchange not in self.exchange_cache:
+            self.exchange_cache[exchange] = make_exchange(exchange, self.model.groups.dcp, self._make_exchange_spec())
         if self.batches and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # no running graph may read the memory that is freed here
-        self.backend_name, self.exchange, self.batches = backend, self.made[exchange], {}
+        self.backend_name, self.exchange, self.batches = backend, self.exchange_cache[exchange], {}
 
     def add_request(self, tokens: int) -> Request:
         """Return a new request with capacity for `tokens` tokens. Raise CapacityError if slots or pages run out."""
-        slot = self.requests.allocate_slot()
+        slot = self.request_pool.allocate_slot()
         try:
             allocation = self.allocator.allocate(tokens)
         except CapacityError:
-            self.requests.free_slot(slot)
+            self.request_pool.free_slot(slot)
             raise
-        self.requests.set_locs(slot, 0, allocation.compute_locs(0, tokens))
+        self.request_pool.set_locs(slot, 0, allocation.compute_locs(0, tokens))
         return Request(slot=slot, allocation=allocation)
 
     def write_random_kv(self, request: Request, number: int, seed: int) -> None:
@@ -142,16 +143,16 @@ class DecodeEngine:
 
         `number` identifies the request within the whole layout.
         """
-        self.write_random_locs(self.requests.table[request.slot, : request.length], number, seed)
+        self.write_random_locs(self.request_pool.table[request.slot, : request.length], number, seed)
 
     def write_random_locs(self, locs: torch.Tensor, number: int, seed: int) -> None:
         """Fill virtual locations, int32, with random KV rows, the same as those of request `number`."""
-        fill_request(self.model.kv.get_all_rows(), locs, self.model.share, request=number, seed=seed)
+        fill_request(self.model.kv.get_all_rows(), locs, self.model.shard, request=number, seed=seed)
 
     def append_token(self, request: Request) -> None:
         """Allocate one more token."""
         self.allocator.extend(request.allocation, 1)
-        self.requests.set_locs(
+        self.request_pool.set_locs(
             request.slot, request.length - 1, request.allocation.compute_locs(request.length - 1, request.length)
         )
 
@@ -159,8 +160,8 @@ class DecodeEngine:
         """Allocate one more token, and the drafts after it, which the next step verifies."""
         start = request.length
         self.allocator.extend(request.allocation, 1 + len(drafts))
-        self.requests.set_locs(request.slot, start, request.allocation.compute_locs(start, request.length))
-        self.requests.set_tokens(request.slot, start + 1, list(drafts))
+        self.request_pool.set_locs(request.slot, start, request.allocation.compute_locs(start, request.length))
+        self.request_pool.set_tokens(request.slot, start + 1, list(drafts))
 
     def accept_drafts(self, batch: Batch, requests: Sequence[Request]) -> list[list[int]]:
         """Return the tokens that the last step of `requests` yields, of each the accepted drafts and one more.
@@ -170,30 +171,30 @@ class DecodeEngine:
         """
         assert batch.accepted is not None
         assert batch.next_tokens is not None
-        sampled = batch.next_tokens.view(batch.requests, batch.query_length).tolist()
+        sampled = batch.next_tokens.view(batch.num_requests, batch.query_length).tolist()
         found = []
         for request, tokens, accepted in zip(requests, sampled, batch.accepted.tolist(), strict=False):
             self.allocator.trim(request.allocation, batch.query_length - 1 - accepted)
-            self.requests.set_tokens(request.slot, request.length, tokens[accepted : accepted + 1])
+            self.request_pool.set_tokens(request.slot, request.length, tokens[accepted : accepted + 1])
             found.append(tokens[: accepted + 1])
         return found
 
     def remove_request(self, request: Request) -> None:
         """End a request."""
         self.allocator.free(request.allocation)
-        self.requests.free_slot(request.slot)
+        self.request_pool.free_slot(request.slot)
 
-    def get_batch(self, requests: int, query_length: int = 1) -> Batch:
-        """Return the buffers for a replica with up to `requests` requests, created on first use."""
-        key = (compute_batch_rows(requests), query_length)
+    def get_batch(self, num_requests: int, query_length: int = 1) -> Batch:
+        """Return the buffers for a replica with up to `num_requests` requests, created on first use."""
+        key = (compute_batch_rows(num_requests), query_length)
         if key not in self.batches:
             self.batches[key] = Batch(*key, self._make_backend(*key), self.exchange, self.device)
         return self.batches[key]
 
-    def _make_backend(self, requests: int, query_length: int) -> Backend:
+    def _make_backend(self, num_requests: int, query_length: int) -> Backend:
         model = self.model
         sizes = {
-            "batch": requests * query_length,
+            "batch": num_requests * query_length,
             "query_length": query_length,
             "page_size": self.page_size,
             "max_pages": self.allocator.count_pages(self.max_context),
@@ -204,27 +205,27 @@ class DecodeEngine:
         return model.attention.make_backend(self.backend_name, sizes)
 
     def plan_drafts(self, batch: Batch, requests: Sequence[HasSlot], starts: Sequence[int]) -> None:
-        """Have steps of `batch`, planned for `requests`, draft as many tokens as it verifies, with the model's layer for it.
+        """Plan the draft passes of `batch`: after each step the MTP layer drafts `query_length - 1` tokens per request.
 
         The first pass of that layer has all rows of the step; each further pass one row of each request, at the positions
         behind `starts`: those of the last tokens that the step has accepted. They have KV locations.
         """
-        if batch.later is None:
-            batch.later = [
-                Batch(batch.requests, 1, self._make_backend(batch.requests, 1), self.exchange, self.device)
+        if batch.draft_batches is None:
+            batch.draft_batches = [
+                Batch(batch.num_requests, 1, self._make_backend(batch.num_requests, 1), self.exchange, self.device)
                 for _ in range(batch.query_length - 2)
             ]
-        for number, later in enumerate(batch.later, 1):
-            self._fill_batch(later, [r.slot for r in requests], [start + number for start in starts])
+        for number, draft_batch in enumerate(batch.draft_batches, 1):
+            self._fill_batch(draft_batch, [r.slot for r in requests], [start + number for start in starts])
 
     def run_drafts(self, batch: Batch) -> None:
         """Draft tokens from the hidden states and sampled tokens of the last step of `batch`: `batch.drafts`."""
         model, hidden = self.model, self.model.final_hidden
         assert batch.accepted is not None
         assert batch.next_tokens is not None
-        assert batch.later is not None
+        assert batch.draft_batches is not None
         assert hidden is not None
-        last_R = torch.arange(batch.requests, device=self.device) * batch.query_length + batch.accepted
+        last_R = torch.arange(batch.num_requests, device=self.device) * batch.query_length + batch.accepted
         hidden = model.run_draft_layer(self._make_input(batch, batch.next_tokens), hidden, batch)[last_R]
         batch.drafts = self.run_later_drafts(batch, hidden)
 
@@ -233,15 +234,15 @@ class DecodeEngine:
         request's last token. Runs the further passes that `plan_drafts` has planned for `batch`.
         """
         model = self.model
-        assert batch.later is not None
+        assert batch.draft_batches is not None
         drafts = [model.sample_greedy(model.compute_logits(hidden_RD))]
-        for later in batch.later:
-            hidden_RD = model.run_draft_layer(self._make_input(later, drafts[-1]), hidden_RD, later)
+        for draft_batch in batch.draft_batches:
+            hidden_RD = model.run_draft_layer(self._make_input(draft_batch, drafts[-1]), hidden_RD, draft_batch)
             drafts.append(model.sample_greedy(model.compute_logits(hidden_RD)))
         return torch.stack(drafts, dim=1)
 
     def _make_input(self, batch: Batch, tokens_B: torch.Tensor) -> StepInput:
-        locs = self.requests.table[batch.slots, batch.positions]
+        locs = self.request_pool.table[batch.slots, batch.positions]
         return StepInput(tokens_B, batch.positions, locs, batch.router_inputs)
 
     def _make_exchange_spec(self) -> ExchangeSpec:
@@ -253,8 +254,8 @@ class DecodeEngine:
             value=kind.exchanged_width,
             dtype=model.dtype,
             device=self.device,
-            q_replicate=model.wide.query,
-            project_first=model.wide.value,
+            q_replicate=model.replicated.query,
+            project_first=model.replicated.value,
         )
 
     def plan_step(self, requests: list[Request], padded: int | None = None, query_length: int = 1) -> Batch:
@@ -288,18 +289,20 @@ class DecodeEngine:
         else:
             last = slice(query_length - 1, None, query_length)  # of each request
             slots_B, lengths_B = batch.slots[last].contiguous(), batch.positions[last] + 1
-            write_pages(tables.pages, None, tables.lengths, self.requests.table, slots_B, lengths_B, self.model.share)
+            write_pages(
+                tables.pages, None, tables.lengths, self.request_pool.table, slots_B, lengths_B, self.model.shard
+            )
             if query_length > 1:
-                tables.row_lengths.copy_(compute_local_lengths(batch.positions + 1, self.model.share))
+                tables.row_lengths.copy_(compute_local_lengths(batch.positions + 1, self.model.shard))
             batch.backend.plan_on_device()
 
     def _make_shards(self, slots: Sequence[int], positions: Sequence[int], query_length: int) -> Shards:
         """Return the pages and lengths that this rank attends to, for backends that plan on the host."""
-        share, page = self.model.share, self.allocator.virtual_page
-        lengths = [arithmetic.compute_local_length(p + 1, share.rank, share.dcp, share.interleave) for p in positions]
+        shard, page = self.model.shard, self.allocator.virtual_page
+        lengths = [arithmetic.compute_local_length(p + 1, shard.rank, shard.dcp, shard.interleave) for p in positions]
         last = slice(query_length - 1, None, query_length)  # of each request
         ends = zip(slots[last], positions[last], strict=True)
-        return Shards(pages=[self.requests.host[s, : p + 1 : page] // page for s, p in ends], lengths=lengths)
+        return Shards(pages=[self.request_pool.host[s, : p + 1 : page] // page for s, p in ends], lengths=lengths)
 
     def run_eager(self, batch: Batch) -> None:
         """Run one eager step: logits and next tokens of the planned batch, which become the requests' tokens.
@@ -307,14 +310,14 @@ class DecodeEngine:
         With drafts, the table of tokens stays as it is, so that a step can be repeated; see `accept_drafts`. The step then
         drafts the next tokens, too, if `plan_drafts` has planned it.
         """
-        tokens = self.requests.tokens[batch.slots, batch.positions]
+        tokens = self.request_pool.tokens[batch.slots, batch.positions]
         batch.logits = self.model.run_step(self._make_input(batch, tokens), batch)
         batch.next_tokens = self.model.sample_greedy(batch.logits)
         if batch.query_length == 1:
-            self.requests.tokens[batch.slots, batch.positions + 1] = batch.next_tokens
+            self.request_pool.tokens[batch.slots, batch.positions + 1] = batch.next_tokens
         else:
             batch.accepted = count_accepted(tokens, batch.next_tokens, batch.query_length)
-            if batch.later is not None:
+            if batch.draft_batches is not None:
                 self.run_drafts(batch)
 
     def capture_step(self, batch: Batch) -> None:

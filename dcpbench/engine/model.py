@@ -20,7 +20,7 @@ from dcpbench.exchange.symmetric_all_reduce import SymmetricAllReduce
 from dcpbench.hangs import heartbeats
 from dcpbench.kernels import moe
 from dcpbench.kernels.block_scaled import Rows, needs_quantized_input, quantize_rows
-from dcpbench.kernels.kv_indices import Share
+from dcpbench.kernels.kv_indices import DcpShard
 from dcpbench.kernels.kv_write import write_kv
 from dcpbench.kernels.linear import apply_linear
 from dcpbench.kernels.moe.busiest import rotate_busiest_first
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dcpbench.engine.weights import ExpertLinear, Mlp, Weights
     from dcpbench.exchange.symmetric_all_reduce import AllReduce
     from dcpbench.models.shapes import ModelShape
-    from dcpbench.points.layout import GroupWide, Layout
+    from dcpbench.points.layout import Layout, QueryReplication
 
     RouterInput = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -79,16 +79,16 @@ class Model:
         interleave: int,
         max_context: int,
         device: torch.device,
-        wide: GroupWide = OWN_HEADS,
+        replicated: QueryReplication = OWN_HEADS,
     ) -> None:
         self.shape, self.layout, self.groups, self.weights, self.kv = shape, layout, groups, weights, kv
-        self.interleave, self.wide = interleave, wide
+        self.interleave, self.replicated = interleave, replicated
         self.dtype = weights.embed.dtype  # dtype of the computation, independent of how weights and KV are stored
-        self.share = Share(rank=groups.dcp.rank, dcp=layout.dcp, interleave=interleave, page_size=kv.data.shape[2])
+        self.shard = DcpShard(rank=groups.dcp.rank, dcp=layout.dcp, interleave=interleave, page_size=kv.data.shape[2])
         self.all_reduce: AllReduce = groups.attn.all_reduce  # sums over the ranks of an attention replica
         self.heads = shape.heads // layout.attn_tp
         table = make_rope_table(shape, max_context, device)
-        self.attention = make_attention(shape, layout, groups.dcp.rank, wide, self.dtype, table)
+        self.attention = make_attention(shape, layout, groups.dcp.rank, replicated, self.dtype, table)
         self.stands_for = 1  # expert-parallel ranks that this one represents; it is the busiest of them in each layer
         self.marks: torch.Tensor | None = None  # int32 [1]: last norm that the device began; None if it is not recorded
         self.chosen_experts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -229,7 +229,7 @@ class Model:
         self.record_result(QUERY, self.attention.select_own_heads(q_Bh))
         self.record_result(KV_ROW, row_BQ)
         with record_range("kv_write"):
-            write_kv(self.kv.get_rows(index), row_BQ, batch.locs, self.share, self.kv.scale)
+            write_kv(self.kv.get_rows(index), row_BQ, batch.locs, self.shard, self.kv.scale)
         return q_Bh, row_BQ
 
     def record_result(self, name: str, tensor: torch.Tensor) -> None:
@@ -306,7 +306,7 @@ class Model:
         """Return values of all rows, [B, h, V], with zeros for padding rows after the others."""
         used = sum(len(y_BhV) for y_BhV in values)
         if rows > used:
-            values = [*values, self.weights.embed.new_zeros(rows - used, self.heads, self.shape.value)]
+            values = [*values, self.weights.embed.new_zeros(rows - used, self.heads, self.shape.v_head_dim)]
         return values[0] if len(values) == 1 else torch.cat(values)
 
     def run_decode_attention(self, q_BhQ: torch.Tensor, w: LayerWeights, index: int, decodes: Batch) -> torch.Tensor:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from dcpbench.engine.decode_engine import Batch
     from dcpbench.engine.model import Model
-    from dcpbench.engine.prefill import KeySet, Prefiller, PrefillPlan
+    from dcpbench.engine.prefill import AttendedKeys, Prefiller, PrefillPlan
     from dcpbench.engine.synthetic import RouterInputs
 
 
@@ -64,7 +64,7 @@ class StepBuffers:
             q=allocate_zeros(kind.count_query_columns(w)),
             own=None if kind.are_queries_contiguous(w) else allocate_zeros(model.heads, kind.head_width),
             kv=allocate_zeros(model.kv.data.shape[-1]),
-            values=allocate_zeros(model.heads, shape.value),
+            values=allocate_zeros(model.heads, shape.v_head_dim),
             last=allocate_zeros(shape.hidden),
         )
 
@@ -217,7 +217,7 @@ class Pieces:
         self.prefiller, self.model, self.router_inputs = prefiller, prefiller.model, router_inputs
         self.buffers = StepBuffers.allocate(self.model, prefiller.rows)
         self.numbers, self.more = torch.zeros(2, 1 + len(prefiller.keys), dtype=torch.int32, device=prefiller.device)
-        """KeySet.numbers of a step's first part, and of the following call."""
+        """AttendedKeys.numbers of a step's first part, and of the following call."""
         dp = self.model.layout.dp
         self.live = torch.full((dp,), prefiller.rows, device=prefiller.device) if dp > 1 else None  # StepInput.live
         self.graphs: list[torch.cuda.CUDAGraph] = []  # graphs of `load_keys`, one per layer
@@ -232,12 +232,12 @@ class Pieces:
 
     def get_decodes(self, batch: Batch) -> Decodes:
         """Return the attention of a batch of decodes in such steps."""
-        found = self.decodes.get((batch.requests, batch.query_length))
+        found = self.decodes.get((batch.num_requests, batch.query_length))
         if found is None or found.batch is not batch:
-            found = self.decodes[batch.requests, batch.query_length] = Decodes(self.model, self.buffers, batch)
+            found = self.decodes[batch.num_requests, batch.query_length] = Decodes(self.model, self.buffers, batch)
         return found
 
-    def load_keys(self, seen: KeySet, index: int) -> None:
+    def load_keys(self, seen: AttendedKeys, index: int) -> None:
         """Run Prefiller.load_keys on rows of a step in the shared buffers. Collective."""
         self.prefiller.gather_prefix(seen, index)
         self.more[: len(seen.numbers)].copy_(seen.numbers)

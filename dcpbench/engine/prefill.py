@@ -81,7 +81,7 @@ def split_calls(starts: Sequence[int], stops: Sequence[int], stored: int, keys: 
 
 
 @dataclasses.dataclass(frozen=True)
-class KeySet:
+class AttendedKeys:
     """Keys that rows of a step attend to in one call, in the form that its layers need."""
 
     numbers: torch.Tensor  # int32 [1 + keys]: number of keys, row of each, in the pool or the buffer gathered by `task`
@@ -94,8 +94,8 @@ class Part:
     """Chunks that attend together."""
 
     rows: slice  # range of the part within the chunks' rows
-    seen: KeySet  # own rows of the chunks after their prefixes, or own rows alone if there are windows
-    windows: list[KeySet]  # windows of the prefix of one chunk
+    seen: AttendedKeys  # own rows of the chunks after their prefixes, or own rows alone if there are windows
+    windows: list[AttendedKeys]  # windows of the prefix of one chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ class PrefillPlan:
     parts: list[Part]
 
     def run_attention(
-        self, q_ThX: torch.Tensor, keys: Callable[[KeySet], None], out_ThV: torch.Tensor | None = None
+        self, q_ThX: torch.Tensor, keys: Callable[[AttendedKeys], None], out_ThV: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return values of the chunks' tokens for this rank's heads, [T, h, V] in q's dtype, in `out` if given.
         Collective.
@@ -117,7 +117,7 @@ class PrefillPlan:
         """
         at = self.prefiller.keys, self.prefiller.values
         if out_ThV is None:
-            out_ThV = q_ThX.new_empty(*q_ThX.shape[:2], self.prefiller.model.shape.value)
+            out_ThV = q_ThX.new_empty(*q_ThX.shape[:2], self.prefiller.model.shape.v_head_dim)
         for part in self.parts:
             q_tX, out_tV = q_ThX[part.rows], out_ThV[part.rows]
             keys(part.seen)
@@ -164,7 +164,7 @@ class Prefiller:
         self.model, self.group, self.way = model, model.groups.dcp, gather
         self.device, self.dtype = data.device, model.dtype
         self.stored = torch.uint8 if data.dtype.itemsize == 1 else data.dtype  # dtype of sent pool rows: bytes for e4m3
-        self.share = dataclasses.replace(model.share, page_size=1)
+        self.shard = dataclasses.replace(model.shard, page_size=1)
         self.unit = data.shape[2] * model.layout.dcp
         self.tokens, self.rows = tokens, compute_chunk_rows(max(tokens, rows))
         self.window = self._compute_window(window_bytes)
@@ -245,19 +245,21 @@ class Prefiller:
         return PrefillPlan(self, slice(first, rows[-1]), found)
 
     def _make_numbers(self, places: list[np.ndarray]) -> Sequence[torch.Tensor]:
-        """Return KeySet.numbers of the calls, with their stored rows numbered consecutively."""
+        """Return AttendedKeys.numbers of the calls, with their stored rows numbered consecutively."""
         host = torch.from_numpy(np.concatenate([part for one in places for part in ([len(one)], one)]).astype(np.int32))
         if self.device.type == "cuda":
             host = host.pin_memory()
         return host.to(self.device, non_blocking=True).split([1 + len(one) for one in places])
 
-    def _make_key_set(self, call: Call, lengths: list[int], numbers: torch.Tensor, stored: torch.Tensor) -> KeySet:
+    def _make_key_set(
+        self, call: Call, lengths: list[int], numbers: torch.Tensor, stored: torch.Tensor
+    ) -> AttendedKeys:
         """Return the keys of a call; `stored` are this rank's rows of its prefixes, and `lengths` those of its chunks."""
         if len(stored) and self.group.size == 1:
             places = numbers[1:]
             torch.where(places < 0, places, stored[places.clamp(min=0)], out=places)
         keys = [before + own * call.own for before, own in zip(call.stored, lengths, strict=True)]
-        return KeySet(
+        return AttendedKeys(
             numbers=numbers,
             task=self._make_task(call.stored, stored) if len(stored) and self.group.size > 1 else None,
             attention=self.backend.plan(lengths, keys, causal=call.own),
@@ -276,16 +278,16 @@ class Prefiller:
             numbers = numbers.pin_memory()
         slots_B, lengths_B = numbers.to(self.device, non_blocking=True)
         ends, shares = torch.empty(2, len(slots_B) + 1, dtype=torch.int32, device=self.device)
-        write_pages(rows, ends, shares, table_SC, slots_B, lengths_B, self.share)
+        write_pages(rows, ends, shares, table_SC, slots_B, lengths_B, self.shard)
         return rows
 
     def _make_task(self, lengths: Sequence[int], rows: torch.Tensor) -> Task:
         lengths = (*lengths, *[0] * (MIN_PREFIXES - len(lengths)))
-        prefix = Prefix(lengths, self.group.size, self.share.interleave)
+        prefix = Prefix(lengths, self.group.size, self.shard.interleave)
         table = make_request_table(prefix, self.device)
         return Task(prefix=prefix, table=table, rows=rows, width=self.model.kv.data.shape[-1], dtype=self.stored)
 
-    def gather_prefix(self, seen: KeySet, index: int) -> None:
+    def gather_prefix(self, seen: AttendedKeys, index: int) -> None:
         """Gather the stored rows of layer `index` in token order, unconverted, valid until the next call. Collective."""
         if seen.task is None:
             return
@@ -295,8 +297,8 @@ class Prefiller:
         with record_range("prefix_gather"):
             self.gatherer.gather_layer(seen.task, kv_KQ, self.gathered[: seen.task.prefix.tokens], self.travels)
 
-    def load_keys(self, seen: KeySet, new_BQ: torch.Tensor, index: int) -> None:
-        """Write keys and values of this rank's heads in layer `index` to `keys` and `values`. Collective; see KeySet.
+    def load_keys(self, seen: AttendedKeys, new_BQ: torch.Tensor, index: int) -> None:
+        """Write keys and values of this rank's heads in layer `index` to `keys` and `values`. Collective; see AttendedKeys.
 
         New rows [B, Q] are contiguous, in the dtype of the computation, and attended to unrounded, in any storage
         format. Other ranks' rows of the layer need to cover only the prefixes.

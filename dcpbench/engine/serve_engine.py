@@ -91,12 +91,12 @@ class ServeEngine:
         weights, see StepInput.
         """
         self.engine, self.prefiller, self.router_inputs = engine, prefiller, router_inputs
-        self.model, self.requests, self.device = engine.model, engine.requests, engine.device
+        self.model, self.request_pool, self.device = engine.model, engine.request_pool, engine.device
         self.replica = self.model.groups.dp.rank
         self.pieces = Pieces(prefiller, router_inputs)
         self.numbers: dict[int, int] = {}  # request number of the prompt in the table of tokens, by slot
-        while self.requests.available:  # the scheduler hands out slots
-            self.requests.allocate_slot()
+        while self.request_pool.available:  # the scheduler hands out slots
+            self.request_pool.allocate_slot()
         cuda = self.device.type == "cuda"
         most = engine.largest * engine.query_length
         self.host = [torch.zeros(most, dtype=torch.int64, pin_memory=cuda) for _ in range(IN_FLIGHT)]
@@ -154,12 +154,12 @@ class ServeEngine:
 
     def _write_tables(self, mine: ReplicaStep) -> None:
         for write in mine.table:
-            self.requests.set_locs(write.slot, write.start, write.locs)
+            self.request_pool.set_locs(write.slot, write.start, write.locs)
         for chunk in mine.chunks:
             request = chunk.sequence.request
             if self.numbers.get(chunk.slot) != request.number:
                 self.numbers[chunk.slot] = request.number
-                self.requests.set_tokens(chunk.slot, 0, request.ids)
+                self.request_pool.set_tokens(chunk.slot, 0, request.ids)
 
     def _get_batch(self, slots: list[int], positions: list[int], padded: int, queries: int) -> Batch:
         batch = self.engine.get_batch(padded, queries)
@@ -189,7 +189,7 @@ class ServeEngine:
     def _prepare_decode(self, step: Step, mine: ReplicaStep) -> Callable[[], torch.Tensor]:
         padded = max(len(r.decodes) for r in step.replicas)
         batch = self._get_batch(mine.slots, mine.positions, padded, mine.queries)
-        if batch.later is not None:
+        if batch.draft_batches is not None:
             self.engine.plan_drafts(batch, mine.decodes, mine.positions)
         places = self._place_tokens(mine) if mine.queries > 1 else None
 
@@ -219,7 +219,7 @@ class ServeEngine:
         live = self._to_device(np.asarray(each)) if len(each) > 1 else None
         (last,) = self._to_device(np.asarray([sampled or [0]]))
         prefill = (
-            self.prefiller.plan_chunks(mine.chunks, self.requests.table, self._count_decode_rows(mine))
+            self.prefiller.plan_chunks(mine.chunks, self.request_pool.table, self._count_decode_rows(mine))
             if mine.chunks
             else None
         )
@@ -228,11 +228,11 @@ class ServeEngine:
         drafting = self._plan_mixed_drafts(step, mine, sampled) if self.model.weights.draft is not None else None
 
         def run_kernels() -> torch.Tensor:
-            requests = self.requests
+            request_pool = self.request_pool
             inputs = StepInput(
-                tokens=requests.tokens[slots, positions],
+                tokens=request_pool.tokens[slots, positions],
                 positions=positions,
-                locs=requests.table[slots, positions],
+                locs=request_pool.table[slots, positions],
                 router_inputs=self.router_inputs,
                 logit_rows=last,
                 live=live,
@@ -242,14 +242,14 @@ class ServeEngine:
                 logits = cut.run_step(inputs, decodes, prefill, meanwhile)
                 tokens = self.model.sample_greedy(logits) if sampled else last[:0]
                 if drafting:
-                    following = requests.tokens[slots, positions + 1]  # of prompts; sampled ones are not yet there
+                    following = request_pool.tokens[slots, positions + 1]  # of prompts; sampled ones are not yet there
                     following[last[: len(sampled)]] = tokens
                     drafts = self._run_mixed_drafts(drafting, inputs, following, batch, prefill)
             if not sampled:
                 return tokens
             if places:
                 return self._write_tokens(places, tokens, drafts)
-            requests.tokens[slots[last], positions[last] + 1] = tokens
+            request_pool.tokens[slots[last], positions[last] + 1] = tokens
             return tokens
 
         return run_kernels
@@ -266,7 +266,7 @@ class ServeEngine:
         delivered = mine.delivered or [1] * len(mine.decodes)
         ends = [n * mine.queries + tokens - 1 for n, tokens in enumerate(delivered)]
         ends += sampled[len(mine.decodes) * mine.queries :]
-        ends += [0] * (batch.requests - len(ends))
+        ends += [0] * (batch.num_requests - len(ends))
         return MixedDrafts(batch, self._to_device(np.asarray(ends)))
 
     def _run_mixed_drafts(
@@ -310,7 +310,7 @@ class ServeEngine:
         self, places: TokenPlaces, tokens_B: torch.Tensor, drafts_BN: torch.Tensor | None
     ) -> torch.Tensor:
         """Write the next known token of each request, and its drafts if the step has any; return the tokens that the step yields."""
-        table, slots, positions = self.requests.tokens, places.slots, places.positions
+        table, slots, positions = self.request_pool.tokens, places.slots, places.positions
         table[slots, positions] = tokens_B[places.rows]
         if drafts_BN is not None:
             behind = positions[:, None] + torch.arange(1, 1 + drafts_BN.shape[1], device=self.device)

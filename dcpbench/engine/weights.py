@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from dcpbench.engine.attention import LayerWeights
     from dcpbench.models.shapes import ModelShape
-    from dcpbench.points.layout import GroupWide, Layout
+    from dcpbench.points.layout import Layout, QueryReplication
 
 
 class Source(Protocol):
@@ -144,7 +144,7 @@ def load_weights(
     rank: int,
     held: memory.Layers,
     alive: Callable[[], None] = lambda: None,
-    wide: GroupWide = OWN_HEADS,
+    replicated: QueryReplication = OWN_HEADS,
     ep: str = MOE_EP,
     *,
     fp8: bool = False,
@@ -152,16 +152,16 @@ def load_weights(
 ) -> Weights:
     """Return this rank's shard of the first layers of each kind, `held` of them.
 
-    `alive` is called before each layer, for the hang watchdog; `wide` selects the tensors held for all heads of the DCP
+    `alive` is called before each layer, for the hang watchdog; `replicated` selects the tensors held for all heads of the DCP
     group, `ep` the placement of experts, and `fp8` whether linear layers and experts are Scaled. With `int4_group`, experts are in
     int4 with so many inputs per scale.
     """
     names = shape.tensors
-    loader = Loader(source, shape, layout, rank, alive, wide, ep, fp8, int4_group)
+    loader = Loader(source, shape, layout, rank, alive, replicated, ep, fp8, int4_group)
     embed = loader.load_vocab(names.embedding)
     return Weights(
         embed=embed,
-        lm_head=embed if shape.tied else loader.load_vocab(names.lm_head),
+        lm_head=embed if shape.tie_word_embeddings else loader.load_vocab(names.lm_head),
         final_norm=source.get_tensor(names.final_norm, (shape.hidden,)),
         dense=[loader.load_layer(i) for i in range(held.dense)],
         moe=[loader.load_layer(shape.first_dense + i) for i in range(held.moe)],
@@ -181,12 +181,12 @@ class Loader:
         layout: Layout,
         rank: int,
         alive: Callable[[], None],
-        wide: GroupWide,
+        replicated: QueryReplication,
         ep: str,
         fp8: bool,
         int4_group: int,
     ) -> None:
-        self.alive, self.wide, self.ep, self.int4_group = alive, wide, ep, int4_group
+        self.alive, self.replicated, self.ep, self.int4_group = alive, replicated, ep, int4_group
         self.fp8, self.linear = fp8, source.get_scaled if fp8 else source.get_tensor
         self.source, self.shape, self.layout, self.rank = source, shape, layout, rank
         self.names = shape.tensors
@@ -233,7 +233,7 @@ class Loader:
 
     def load_output_projection(self, name: str) -> Linear:
         """Return the columns of o_proj of this rank's heads."""
-        value = self.shape.value
+        value = self.shape.v_head_dim
         inner = slice(self.own.start * value, self.own.stop * value)
         return self.linear(name, (self.shape.hidden, self.shape.heads * value), columns=inner)
 

@@ -60,10 +60,10 @@ class RoutedSource(SyntheticSource):
 
     def _find_bias(self, shares_E: np.ndarray) -> torch.Tensor:
         """Return the bias of a layer. Layers that differ only in the order of their experts, as with a Zipf law, share one search."""
-        grouped_Ge = torch.from_numpy(shares_E).to(self.device).view(self.shape.groups, -1)
+        grouped_Ge = torch.from_numpy(shares_E).to(self.device).view(self.shape.n_group, -1)
         sorted_Ge, within_Ge = grouped_Ge.sort(dim=1, descending=True)
         first_G = torch.tensor(
-            sorted(range(self.shape.groups), key=lambda g: sorted_Ge[g].tolist()), device=self.device
+            sorted(range(self.shape.n_group), key=lambda g: sorted_Ge[g].tolist()), device=self.device
         )
         key = sorted_Ge[first_G].cpu().numpy().tobytes()
         if key not in self.known:

@@ -22,8 +22,8 @@ BLOCK = 1024  # pages of one program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Share:
-    """Tokens owned by a rank, and the number of rows of its pages."""
+class DcpShard:
+    """Which tokens of a request a DCP rank stores, by its rank, the DCP size and the interleave, and the page size."""
 
     rank: int
     dcp: int
@@ -38,7 +38,7 @@ def write_pages(
     table_SC: torch.Tensor,
     slots_B: torch.Tensor,
     lengths_B: torch.Tensor,
-    share: Share,
+    shard: DcpShard,
 ) -> None:
     """Write this rank's pages of each request b into `pages`, and its number of rows into `local_lengths_B[b]`. No host
     sync.
@@ -52,21 +52,21 @@ def write_pages(
     request's pages are unchanged. One kernel, which can be captured in a graph.
     """
     fill = write_pages_fused if pages.is_cuda else write_pages_reference
-    fill(pages, indptr, local_lengths_B, table_SC, slots_B, lengths_B, share)
+    fill(pages, indptr, local_lengths_B, table_SC, slots_B, lengths_B, shard)
 
 
-def compute_local_lengths(lengths_B: torch.Tensor, share: Share) -> torch.Tensor:
+def compute_local_lengths(lengths_B: torch.Tensor, shard: DcpShard) -> torch.Tensor:
     """Return layout.compute_local_length of each number of tokens, on their device."""
-    stripe = share.dcp * share.interleave
-    rest = (lengths_B % stripe - share.rank * share.interleave).clamp(0, share.interleave)
-    return lengths_B // stripe * share.interleave + rest
+    stripe = shard.dcp * shard.interleave
+    rest = (lengths_B % stripe - shard.rank * shard.interleave).clamp(0, shard.interleave)
+    return lengths_B // stripe * shard.interleave + rest
 
 
-def list_pages(locs: list[int], share: Share) -> list[int]:
+def list_pages(locs: list[int], shard: DcpShard) -> list[int]:
     """Return the pages of a request's share, in token order; `locs` are the virtual locations of all its tokens."""
-    mine = layout.list_local_tokens(len(locs), share.rank, share.dcp, share.interleave)
-    rows = [layout.get_row(locs[token], share.dcp, share.interleave) for token in mine]
-    return [row // share.page_size for row in rows[:: share.page_size]]
+    mine = layout.list_local_tokens(len(locs), shard.rank, shard.dcp, shard.interleave)
+    rows = [layout.get_row(locs[token], shard.dcp, shard.interleave) for token in mine]
+    return [row // shard.page_size for row in rows[:: shard.page_size]]
 
 
 def write_pages_reference(
@@ -76,15 +76,15 @@ def write_pages_reference(
     table_SC: torch.Tensor,
     slots_B: torch.Tensor,
     lengths_B: torch.Tensor,
-    share: Share,
+    shard: DcpShard,
 ) -> None:
     """Fill one local row at a time, with the integer arithmetic of layout.py."""
     ends = [0]
     for b, (slot, length) in enumerate(zip(slots_B.tolist(), lengths_B.tolist(), strict=True)):
-        found = list_pages(table_SC[slot, :length].tolist(), share)
+        found = list_pages(table_SC[slot, :length].tolist(), shard)
         out = pages[b] if indptr is None else pages[ends[-1] :]
         out[: len(found)] = pages.new_tensor(found)
-        local_lengths_B[b] = layout.compute_local_length(length, share.rank, share.dcp, share.interleave)
+        local_lengths_B[b] = layout.compute_local_length(length, shard.rank, shard.dcp, shard.interleave)
         ends.append(ends[-1] + len(found))
     if indptr is not None:
         indptr[: len(ends)] = indptr.new_tensor(ends)
@@ -152,13 +152,13 @@ def write_pages_fused(
     table_SC: torch.Tensor,
     slots_B: torch.Tensor,
     lengths_B: torch.Tensor,
-    share: Share,
+    shard: DcpShard,
 ) -> None:
     """Run one kernel: each program writes a range of one request's pages, and sums the page counts before it."""
     batch = len(slots_B)
     # Maximum number of pages of a request, by the size of the table: lengths are on the device.
-    stripes = triton.cdiv(table_SC.shape[1], share.interleave * share.dcp)
-    most = triton.cdiv(stripes * share.interleave, share.page_size)
+    stripes = triton.cdiv(table_SC.shape[1], shard.interleave * shard.dcp)
+    most = triton.cdiv(stripes * shard.interleave, shard.page_size)
     _fill_kernel[(triton.cdiv(most, BLOCK), batch)](
         pages,
         local_lengths_B if indptr is None else indptr,
@@ -169,10 +169,10 @@ def write_pages_fused(
         pages.stride(0),
         table_SC.stride(0),
         batch,
-        share.rank,
-        DCP=share.dcp,
-        INTERLEAVE=share.interleave,
-        PAGE=share.page_size,
+        shard.rank,
+        DCP=shard.dcp,
+        INTERLEAVE=shard.interleave,
+        PAGE=shard.page_size,
         PACKED=indptr is not None,
         BATCH=triton.next_power_of_2(batch),
         BLOCK=BLOCK,

@@ -26,28 +26,30 @@ from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte
 from dcpbench.points import layout
 
 if TYPE_CHECKING:
-    from dcpbench.kernels.kv_indices import Share
+    from dcpbench.kernels.kv_indices import DcpShard
 
 NUMBERED_FROM = 8192  # number of tokens from which programs number the rows that they store, if few are stored
 
 
-def write_kv(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0) -> None:
+def write_kv(
+    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, shard: DcpShard, scale: float = 1.0
+) -> None:
     """Store `new_BQ[b]` at row(loc_B[b]) of `kv_KQ` where owner(loc_B[b]) is the rank; skip loc < 0. No host sync.
 
     loc_B is an int32 or int64 tensor of virtual locations (layout.get_owner, layout.get_row), no two of them the same row.
     kv_KQ has the dtype of new_BQ, or is float8_e4m3fn, or uint8 with e4m3 bytes: then the stored value is new × (1 /
     scale), rounded to nearest and bounded by ±448. Rows of other ranks are not read.
     """
-    (write_kv_fused if kv_KQ.is_cuda else write_kv_reference)(kv_KQ, new_BQ, loc_B, share, scale)
+    (write_kv_fused if kv_KQ.is_cuda else write_kv_reference)(kv_KQ, new_BQ, loc_B, shard, scale)
 
 
 def write_kv_reference(
-    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0
+    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, shard: DcpShard, scale: float = 1.0
 ) -> None:
     """Write one row at a time with the integer arithmetic of layout.py."""
     for b, loc in enumerate(loc_B.tolist()):
-        if loc >= 0 and layout.get_owner(loc, share.dcp, share.interleave) == share.rank:
-            kv_KQ[layout.get_row(loc, share.dcp, share.interleave)] = convert_to_stored(new_BQ[b], kv_KQ.dtype, scale)
+        if loc >= 0 and layout.get_owner(loc, shard.dcp, shard.interleave) == shard.rank:
+            kv_KQ[layout.get_row(loc, shard.dcp, shard.interleave)] = convert_to_stored(new_BQ[b], kv_KQ.dtype, scale)
 
 
 def convert_to_stored(new: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -161,10 +163,10 @@ def choose_tiling(tokens: int, share: int) -> Tiling:
 
 
 def write_kv_fused(
-    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0
+    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, shard: DcpShard, scale: float = 1.0
 ) -> None:
     """Write with one kernel."""
-    launch_kernel(kv_KQ, new_BQ, loc_B, choose_tiling(len(loc_B), share.dcp), scale, share)
+    launch_kernel(kv_KQ, new_BQ, loc_B, choose_tiling(len(loc_B), shard.dcp), scale, shard)
 
 
 def launch_kernel(
@@ -173,7 +175,7 @@ def launch_kernel(
     places_B: torch.Tensor,
     tiles: Tiling,
     scale: float,
-    share: Share,
+    shard: DcpShard,
 ) -> None:
     """Launch one kernel."""
     fp8 = kv_KQ.element_size() == 1
@@ -186,9 +188,9 @@ def launch_kernel(
         kv_KQ.stride(0),
         new_BQ.stride(0),
         1.0 / scale,
-        share.rank,
-        DCP=share.dcp,
-        INTERLEAVE=share.interleave,
+        shard.rank,
+        DCP=shard.dcp,
+        INTERLEAVE=shard.interleave,
         **split_width(kv_KQ.shape[1]),
         FP8=fp8,
         NATIVE=e4m3.has_cast(kv_KQ.device),

@@ -110,7 +110,7 @@ def apply_rope_fused(
 
 def compute_softmax_scale(shape: ModelShape) -> float:
     """Return (nope + rope)^-0.5, times the squared factor of mscale_all_dim if the config has YaRN."""
-    scale = (shape.nope + shape.rope) ** -0.5
+    scale = (shape.qk_nope_head_dim + shape.qk_rope_head_dim) ** -0.5
     if shape.yarn and shape.yarn.mscale_all_dim:
         scale *= _compute_mscale(shape.yarn.factor, shape.yarn.mscale_all_dim) ** 2
     return scale
@@ -118,7 +118,7 @@ def compute_softmax_scale(shape: ModelShape) -> float:
 
 def make_rope_table(shape: ModelShape, positions: int, device: torch.device) -> torch.Tensor:
     """Return [positions, P] fp32: cos ‖ sin of position × frequency, times YaRN's attention factor."""
-    exponents = torch.arange(0, shape.rope, 2, dtype=torch.float32, device=device) / shape.rope
+    exponents = torch.arange(0, shape.qk_rope_head_dim, 2, dtype=torch.float32, device=device) / shape.qk_rope_head_dim
     frequencies = 1.0 / shape.rope_theta**exponents
     factor = 1.0
     if shape.llama3_rope:
@@ -158,12 +158,12 @@ def _scale_frequencies(frequencies: torch.Tensor, shape: ModelShape, yarn: Yarn)
 
     def compute_dimension(rotations: float) -> float:
         span = yarn.original_max_position / (rotations * 2 * math.pi)
-        return shape.rope * math.log(span) / (2 * math.log(shape.rope_theta))
+        return shape.qk_rope_head_dim * math.log(span) / (2 * math.log(shape.rope_theta))
 
     first, last = compute_dimension(yarn.beta_fast), compute_dimension(yarn.beta_slow)
     if yarn.truncate:
         first, last = math.floor(first), math.ceil(last)
-    low, high = max(first, 0), min(last, shape.rope - 1)
+    low, high = max(first, 0), min(last, shape.qk_rope_head_dim - 1)
     index = torch.arange(frequencies.shape[0], dtype=torch.float32, device=frequencies.device)
     ramp = ((index - low) / (high - low if high != low else 0.001)).clamp(0, 1)
     return frequencies / yarn.factor * ramp + frequencies * (1 - ramp)

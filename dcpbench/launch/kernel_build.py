@@ -44,7 +44,7 @@ def find_first_module(job: Job) -> PrefillModule | None:
     if job.device != "cuda" or job.kind != "sweep" or point.load is None or point.load.prefill != FLASHINFER:
         return None
     shape = load_shape(point.model)
-    return PrefillModule(shape.head_width, shape.value, point.dtype)
+    return PrefillModule(shape.qk_head_dim, shape.v_head_dim, point.dtype)
 
 
 class KernelBuild:

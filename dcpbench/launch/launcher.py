@@ -25,9 +25,9 @@ from dcpbench import errors
 from dcpbench.errors import DiskError, WorkerError
 from dcpbench.launch import folders, hang_capture, jobs, retry, subprocess_guard, version_check
 from dcpbench.launch.jobs import Exit, Failure, Job, Progress, format_exit_code
-from dcpbench.launch.nodes import FAILED, STOP, Ended, Leader, Line, join_leader, split_endpoint
+from dcpbench.launch.nodes import FAILED, STOP, Ended, Leader, NodeConnection, join_leader, split_endpoint
 from dcpbench.launch.ranks import LOG_LINES
-from dcpbench.launch.torchrun import KEEP_WAIT_S, Machines, Running
+from dcpbench.launch.torchrun import KEEP_WAIT_S, RendezvousOptions, Running
 from dcpbench.points import budget
 from dcpbench.points.device_probe import Probe
 from dcpbench.records import disks
@@ -54,7 +54,7 @@ POLL_S = 0.1
 GRACE_S = 5.0  # time that the remaining ranks have to end by themselves after one has failed
 
 
-class Work(jobs.Command, frozen=True, kw_only=True):
+class JobOptions(jobs.Command, frozen=True, kw_only=True):
     """Hold the settings and the supervision of the jobs of a command."""
 
     folder: Path
@@ -81,7 +81,7 @@ class Work(jobs.Command, frozen=True, kw_only=True):
             folders.check_not_removed(self.folder, self.lock)
 
     @property
-    def records(self) -> str:
+    def records_file(self) -> str:
         """Return the file of the records that the launcher writes; measured points are only in a sweep's."""
         return FAILED_FILE if self.kind == "verify" else RECORDS_FILE
 
@@ -115,23 +115,25 @@ def _run_probe(*program: str) -> Probe:
         ) from e
 
 
-def run_points(points: Sequence[Point], work: Work, machines: Machines, watch: Callable[[Progress], None]) -> None:
+def run_points(
+    points: Sequence[Point], options: JobOptions, rendezvous: RendezvousOptions, watch: Callable[[Progress], None]
+) -> None:
     """Run all points, one job per world size; every point leaves a record (kind `verify`: checks, or a failed one).
 
     `watch` gets each Progress event, and `failed` or `hung` with the reason. Raise WorkerError when a job dies twice
     before it reaches a point. On nodes other than 0 it serves node 0's jobs until the sweep is over.
     """
-    if machines.node_rank:
-        _follow_leader(work, machines)
+    if rendezvous.node_rank:
+        _follow_leader(options, rendezvous)
         return
     left = list(points)
-    with Leader(machines.rdzv_endpoint, machines.nnodes, max(work.timeout, MIN_STAGE_LIMIT_S)) as others:
+    with Leader(rendezvous.rdzv_endpoint, rendezvous.nnodes, max(options.timeout, MIN_STAGE_LIMIT_S)) as leader:
         while left:
             world = left[0].world
-            unusable = _run_size([p for p in left if p.world == world], work, machines, others, watch)
+            unusable = _run_size([p for p in left if p.world == world], options, rendezvous, leader, watch)
             left = [p for p in left if p.world != world]
             for record in unusable:
-                left = _record_doomed(left, record, work, watch)
+                left = _record_same_cause(left, record, options, watch)
 
 
 def find_cause(failures: Sequence[Failure]) -> Failure | None:
@@ -140,17 +142,19 @@ def find_cause(failures: Sequence[Failure]) -> Failure | None:
     return next(iter(causes or failures), None)
 
 
-def find_first_gone(failures: Sequence[Failure], exits: Sequence[Exit], *, finished: bool) -> Exit | None:
+def find_first_exit(failures: Sequence[Failure], exits: Sequence[Exit], *, finished: bool) -> Exit | None:
     """Return the first rank that ended unasked and without an error message, before any rank with an error that
     explains the others.
 
     `finished`: all points are done, so that ranks may end with exit code 0.
     """
-    spoke = {f.rank for f in failures}
+    reported_ranks = {f.rank for f in failures}
     causes = {f.rank for f in failures if not _is_collective(f)}
     first_error_at = min((e.at for e in exits if e.rank in causes), default=math.inf)
-    gone = [e for e in exits if not e.terminated and e.rank not in spoke and not (finished and e.code == 0)]
-    first = min(gone, key=lambda e: e.at, default=None)
+    unreported = [
+        e for e in exits if not e.terminated and e.rank not in reported_ranks and not (finished and e.code == 0)
+    ]
+    first = min(unreported, key=lambda e: e.at, default=None)
     return first if first is not None and (first.at < first_error_at or not causes) else None
 
 
@@ -174,24 +178,28 @@ def _is_collective(failure: Failure) -> bool:
 
 
 def _run_size(
-    points: list[Point], work: Work, machines: Machines, others: Leader, watch: Callable[[Progress], None]
+    points: list[Point],
+    options: JobOptions,
+    rendezvous: RendezvousOptions,
+    leader: Leader,
+    watch: Callable[[Progress], None],
 ) -> list[Record]:
-    """Run all points of one world size; return failures that also apply to points of other sizes, as no size is to
-    blame.
+    """Run all points of one world size. Return the failures whose cause does not depend on the world size; points of other
+    sizes would fail likewise.
     """
-    stillborn = 0
+    failed_starts = 0
     unusable = []
-    failed = retry.count_failures(work.folder) if work.kind == "sweep" else collections.Counter[str]()
+    failed = retry.count_failures(options.folder) if options.kind == "sweep" else collections.Counter[str]()
     while points:
-        work.check_folder()
-        records = RecordFile(work.folder, work.records)
+        options.check_folder()
+        records = RecordFile(options.folder, options.records_file)
         begin = records.get_end_offset()
-        job = _make_job(points, work, machines)
-        others.start(job)
-        with Running(job, machines, work.worker, work.lock) as running, _save_on_interrupt(running, watch):
-            end = _follow_job(running, work, others, watch)
-        work.check_folder()
-        _check_disk(end, work.folder)
+        job = _make_job(points, options, rendezvous)
+        leader.start(job)
+        with Running(job, rendezvous, options.worker, options.lock) as running, _save_on_interrupt(running, watch):
+            end = _follow_job(running, options, leader, watch)
+        options.check_folder()
+        _check_disk(end, options.folder)
         end.done |= {record.point.get_key() for record in records.read_since(begin)}
         points = [p for p in [*points, *end.added] if p.get_key() not in end.done]
         if not points:
@@ -199,24 +207,24 @@ def _run_size(
         if not end.failed:
             raise WorkerError(f"the job ended with {len(points)} of its points undone; read {running.agent_log}")
         if not end.started:
-            stillborn += 1
-            if stillborn == 2:  # noqa: PLR2004 -- once may be a port taken in between
-                raise WorkerError(_format_stillborn(running, end))
+            failed_starts += 1
+            if failed_starts == 2:  # noqa: PLR2004 -- once may be a port taken in between
+                raise WorkerError(_format_failed_starts(running, end))
             continue
-        stillborn = 0
+        failed_starts = 0
         cause = find_cause(end.failures)  # raised at a point that rank 0 may not have reached
         stuck = next((p for p in points if p.get_key() in (end.key, cause and cause.key)), None)
         if stuck is not None:  # no point is at fault between two points: the remaining ones are started again
             key = stuck.get_key()
-            record = _make_record(stuck, running, end, work, failed[key])
+            record = _make_record(stuck, running, end, options, failed[key])
             points.remove(stuck)
             failed[key] += 1
-            if again := retry.can_pass(record) and failed[key] <= work.retries:
+            if again := retry.can_pass(record) and failed[key] <= options.retries:
                 points.append(stuck)  # after the others, so that it cannot prevent their measurement
-            _record_failure(record, work, watch, again=again)
+            _record_failure(record, options, watch, again=again)
             if _is_model_error(record):
                 unusable.append(record)
-            points = _record_doomed(points, record, work, watch)
+            points = _record_same_cause(points, record, options, watch)
     return unusable
 
 
@@ -230,19 +238,23 @@ def _check_disk(end: _JobEnd, folder: Path) -> None:
         disks.check_free_space(folder)
 
 
-def _record_failure(record: Record, work: Work, watch: Callable[[Progress], None], *, again: bool = False) -> None:
+def _record_failure(
+    record: Record, options: JobOptions, watch: Callable[[Progress], None], *, again: bool = False
+) -> None:
     """Record a point that failed, and say so; `again`: that it will be begun once more."""
-    record = RecordFile(work.folder, work.records).append(record)
+    record = RecordFile(options.folder, options.records_file).append(record)
     stage = AGAIN if again else record.outcome
     watch(Progress(stage=stage, key=record.point.get_key(), note=format_reason(record), at=time.time()))
 
 
-def _record_doomed(points: list[Point], record: Record, work: Work, watch: Callable[[Progress], None]) -> list[Point]:
+def _record_same_cause(
+    points: list[Point], record: Record, options: JobOptions, watch: Callable[[Progress], None]
+) -> list[Point]:
     """Record the points that would fail as `record` did without starting a job for each; returns the others."""
-    doomed = [p for p in points if _has_same_cause(p, record)]
-    for point in doomed:
-        _record_failure(msgspec.structs.replace(record, point=point, seconds=0.0), work, watch)
-    return [p for p in points if p not in doomed]
+    same_cause = [p for p in points if _has_same_cause(p, record)]
+    for point in same_cause:
+        _record_failure(msgspec.structs.replace(record, point=point, seconds=0.0), options, watch)
+    return [p for p in points if p not in same_cause]
 
 
 def _has_same_cause(point: Point, record: Record) -> bool:
@@ -278,7 +290,7 @@ class _JobEnd:
 
     @property
     def failed(self) -> bool:
-        return self.hung or self.code != 0 or self.gone is not None
+        return self.hung or self.code != 0 or self.first_exit is not None
 
     @property
     def hung(self) -> bool:
@@ -286,9 +298,9 @@ class _JobEnd:
         return self.hung_s > 0 or self.over_s > 0
 
     @property
-    def gone(self) -> Exit | None:
-        """Return the exit of the rank that ended first by itself; see find_first_gone."""
-        return find_first_gone(self.failures, self.exits, finished=self.stage == ENDED)
+    def first_exit(self) -> Exit | None:
+        """Return the exit of the rank that ended first by itself; see find_first_exit."""
+        return find_first_exit(self.failures, self.exits, finished=self.stage == ENDED)
 
     def has_been_ended(self, rank: int) -> bool:
         """Return True if a rank was ended by torchrun, or together with it."""
@@ -331,19 +343,19 @@ class Watchdog:
         return self._failing is None and time.monotonic() - self._heard > limit_s
 
 
-def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[Progress], None]) -> _JobEnd:
+def _follow_job(running: Running, options: JobOptions, leader: Leader, watch: Callable[[Progress], None]) -> _JobEnd:
     """Follow a job until it has ended on all nodes: by itself, by a failure, or by its silence."""
     end, watchdog = _JobEnd(), Watchdog()
 
     def has_failed_rank() -> bool:
         """Return True if a rank has failed, or ended while points are left."""
         failures = running.read_failures()
-        gone = failures or find_first_gone(failures, running.read_exits(), finished=end.stage == ENDED)
-        return bool(gone) or others.has_failure()
+        failed = failures or find_first_exit(failures, running.read_exits(), finished=end.stage == ENDED)
+        return bool(failed) or leader.has_failure()
 
     while True:
         code = running.poll()
-        for event in _iter_events(running, work, end):
+        for event in _iter_events(running, options, end):
             watchdog.record_activity()
             watch(event)
         if code is not None:
@@ -355,11 +367,13 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
         if watchdog.is_past_grace(has_failed_rank):
             end.code = 1
             break
-        work.check_folder()
-        silent = watchdog.is_silent(work.get_limit_s(end.stage))
-        if silent or end.is_past_limit(work.point_limit):
-            end.hung_s, end.over_s = (work.get_limit_s(end.stage), 0.0) if silent else (0.0, work.point_limit or 0.0)
-            _check_answers(work.folder, watch)
+        options.check_folder()
+        silent = watchdog.is_silent(options.get_limit_s(end.stage))
+        if silent or end.is_past_limit(options.point_limit):
+            end.hung_s, end.over_s = (
+                (options.get_limit_s(end.stage), 0.0) if silent else (0.0, options.point_limit or 0.0)
+            )
+            _check_answers(options.folder, watch)
             end.evidence, end.stacks = hang_capture.capture_hang(running)
             _report_lingering(end, watch)
             break
@@ -368,20 +382,20 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
     if end.hung or end.code != 0:
         running.kill()
     end.failures = running.read_failures()
-    for other in others.stop():
+    for other in leader.stop():
         end.failures += other.failures
         end.exits += other.exits
         end.stacks |= other.stacks
     return end
 
 
-def _iter_events(running: Running, work: Work, end: _JobEnd) -> Iterator[Progress]:
+def _iter_events(running: Running, options: JobOptions, end: _JobEnd) -> Iterator[Progress]:
     """Yield the events of a job since the last call; add the points that a search chooses next to a job that waits for them."""
     for event in running.read_events():
         end.update(event)
         if event.stage == jobs.WAITING:
-            assert work.choose_points is not None
-            points = work.choose_points(running.job.points[0])
+            assert options.choose_points is not None
+            points = options.choose_points(running.job.points[0])
             running.add_points(points)
             end.added += points
         yield event
@@ -415,34 +429,34 @@ def _save_on_interrupt(running: Running, watch: Callable[[Progress], None]) -> I
         raise
 
 
-def _follow_leader(work: Work, machines: Machines) -> None:
+def _follow_leader(options: JobOptions, rendezvous: RendezvousOptions) -> None:
     """Take part in a sweep as another node: start the jobs that node 0 sends and end them on its request."""
-    line = join_leader(machines.rdzv_endpoint, max(work.timeout, MIN_STAGE_LIMIT_S), machines.node_rank)
-    with contextlib.closing(line):
-        while not line.closed:
-            message = line.receive(1.0)
+    connection = join_leader(rendezvous.rdzv_endpoint, max(options.timeout, MIN_STAGE_LIMIT_S), rendezvous.node_rank)
+    with contextlib.closing(connection):
+        while not connection.closed:
+            message = connection.receive(1.0)
             if message is None or message == STOP:
                 continue
             try:
-                job = msgspec.structs.replace(msgspec.json.decode(message, type=Job), folder=str(work.folder))
+                job = msgspec.structs.replace(msgspec.json.decode(message, type=Job), folder=str(options.folder))
             except (msgspec.DecodeError, UnicodeDecodeError) as e:
                 raise WorkerError(f"node 0 sent an invalid job ({e}); install the same dcpbench on all.") from e
-            with Running(job, machines, work.worker) as running:
-                ended = _serve_job(running, line, machines)
-            line.send(msgspec.json.encode(ended))
+            with Running(job, rendezvous, options.worker) as running:
+                ended = _serve_job(running, connection, rendezvous)
+            connection.send(msgspec.json.encode(ended))
 
 
-def _serve_job(running: Running, line: Line, machines: Machines) -> Ended:
+def _serve_job(running: Running, connection: NodeConnection, rendezvous: RendezvousOptions) -> Ended:
     reported = False
-    while not line.closed and line.receive(POLL_S) != STOP:
+    while not connection.closed and connection.receive(POLL_S) != STOP:
         if not reported and (running.poll() or running.read_failures() or any(e.code for e in running.read_exits())):
-            line.send(FAILED)
+            connection.send(FAILED)
             reported = True
-    code = None if line.closed else running.wait(GRACE_S)
-    stacks = running.collect_stacks() if code is None and not line.closed else {}
+    code = None if connection.closed else running.wait(GRACE_S)
+    stacks = running.collect_stacks() if code is None and not connection.closed else {}
     running.kill()
     return Ended(
-        node=machines.node_rank,
+        node=rendezvous.node_rank,
         code=1 if code is None else code,
         failures=running.read_failures(),
         exits=running.read_exits(),
@@ -450,30 +464,30 @@ def _serve_job(running: Running, line: Line, machines: Machines) -> Ended:
     )
 
 
-def _make_job(points: list[Point], work: Work, machines: Machines) -> Job:
+def _make_job(points: list[Point], options: JobOptions, rendezvous: RendezvousOptions) -> Job:
     tags = (f"tp{points[0].world}-{n}" for n in itertools.count())
-    tag = next(t for t in tags if not get_job_file(work.folder, t).exists())
-    store = split_endpoint(machines.rdzv_endpoint) if machines.nnodes > 1 else None
-    same = {name: getattr(work, name) for name in jobs.Command.__struct_fields__}
+    tag = next(t for t in tags if not get_job_file(options.folder, t).exists())
+    store = split_endpoint(rendezvous.rdzv_endpoint) if rendezvous.nnodes > 1 else None
+    same = {name: getattr(options, name) for name in jobs.Command.__struct_fields__}
     return Job(
         tag=tag,
-        folder=str(work.folder),
+        folder=str(options.folder),
         points=points,
-        open=work.choose_points is not None,
+        open=options.choose_points is not None,
         store=store,
         package=version_check.get_started_package(),
         **same,
     )
 
 
-def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, before: int = 0) -> Record:
+def _make_record(point: Point, running: Running, end: _JobEnd, options: JobOptions, before: int = 0) -> Record:
     """Return the record of a point that ended before it could write its own; it had failed `before` times."""
-    gone, cause = end.gone, find_cause(end.failures)
-    if gone is None and (cause is None or _is_collective(cause)):
-        gone = _find_unheard(running, end)
-    tail = running.log_tail([gone.rank] if gone else [])
-    detail = {"device": work.hardware} if work.hardware else {}
-    detail |= {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": tail}
+    first_exit, cause = end.first_exit, find_cause(end.failures)
+    if first_exit is None and (cause is None or _is_collective(cause)):
+        first_exit = _find_unheard(running, end)
+    tail = running.log_tail([first_exit.rank] if first_exit else [])
+    detail = {"device": options.hardware} if options.hardware else {}
+    detail |= {"log": str(running.logs.relative_to(options.folder)), "stage": end.stage, "log_tail": tail}
     shared: str | msgspec.UnsetType = msgspec.UNSET
     advice: str | msgspec.UnsetType = msgspec.UNSET
     if end.hung:
@@ -486,28 +500,28 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
             shared, reason = reason, f"{reason}: {found.message}" if found else reason
             detail |= {
                 "hang": found.kind if found else "unknown",
-                "evidence": str(end.evidence.relative_to(work.folder)),
+                "evidence": str(end.evidence.relative_to(options.folder)),
             }
     else:
-        detail["exit_code"] = str(gone.code if gone else end.code)
+        detail["exit_code"] = str(first_exit.code if first_exit else end.code)
         detail |= {f"error_rank_{f.rank}": f"{f.kind}: {f.message}" for f in end.failures}
         apart = hang_capture.find_difference(running) if cause is None or _is_collective(cause) else None
         if apart is not None:
             folder, found = apart
             reason = f"ranks began different collectives: {found.message}"
-            detail |= {"hang": found.kind, "evidence": str(folder.relative_to(work.folder))}
-        elif gone is not None:
-            reason = format_exit(gone)
+            detail |= {"hang": found.kind, "evidence": str(folder.relative_to(options.folder))}
+        elif first_exit is not None:
+            reason = format_exit(first_exit)
         elif cause is not None and not (_is_collective(cause) and end.has_been_ended(cause.rank)):
             reason = f"rank {cause.rank}: {cause.kind}: {cause.message}"
             detail |= {"error": cause.kind, "traceback": cause.traceback}
         else:
             reason = f"torchrun itself {format_exit_code(end.code)}, and its ranks with it"
     if detail.get("error") not in retry.OURS:
-        how = retry.format_retry_options(before + 1, work.retries)
-        again = f", then try again with {how}" if work.kind == "sweep" else ""
+        how = retry.format_retry_options(before + 1, options.retries)
+        again = f", then try again with {how}" if options.kind == "sweep" else ""
         advice = f"Read {detail['log']} in the run's folder{again}"
-    warnings = ["cpu"] if work.device == "cpu" else []
+    warnings = ["cpu"] if options.device == "cpu" else []
     return Record(
         point=point,
         outcome="hung" if end.hung else "failed",
@@ -527,13 +541,13 @@ def _find_unheard(running: Running, end: _JobEnd) -> Exit | None:
     return first if first is not None and first.rank not in {f.rank for f in end.failures} else None
 
 
-def _format_stillborn(running: Running, end: _JobEnd) -> str:
+def _format_failed_starts(running: Running, end: _JobEnd) -> str:
     what = f"gave no sign of life for {end.hung_s:g} s" if end.hung_s else format_exit_code(end.code)
     cause = find_cause(end.failures)
-    gone = end.gone or _find_unheard(running, end)
+    first_exit = end.first_exit or _find_unheard(running, end)
     why = f"rank {cause.rank}: {cause.kind}: {cause.message}\n" if cause else ""
-    if gone:
-        why = f"{format_exit(gone)}.\n"
+    if first_exit:
+        why = f"{format_exit(first_exit)}.\n"
     return (
         f"the job for --tp {running.job.points[0].tp} {what} before its first point, twice. {why}"
         f"Logs of every rank: {running.logs}. The last lines:\n{running.log_tail()}"

@@ -56,7 +56,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     stacks: dict[str, str] = {}  # stacks by rank, if the job had to be ended
 
 
-class Line:
+class NodeConnection:
     """Connect to another node by whole lines, which are authenticated once both sides have a key."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -121,7 +121,7 @@ class Leader:
 
     def __init__(self, endpoint: str, nnodes: int, timeout: float) -> None:
         """Wait for all others, at most `timeout` seconds."""
-        self._lines: list[Line] = []
+        self._lines: list[NodeConnection] = []
         if nnodes > 1:
             self._lines = _wait_for_nodes(endpoint, nnodes - 1, timeout)
 
@@ -129,26 +129,26 @@ class Leader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for line in self._lines:
-            line.close()
+        for connection in self._lines:
+            connection.close()
 
     def start(self, job: Job) -> None:
         """Make every other node start this job."""
-        for line in self._lines:
-            line.send(msgspec.json.encode(job))
+        for connection in self._lines:
+            connection.send(msgspec.json.encode(job))
 
     def stop(self) -> list[Ended]:
         """Make every other node end its part, and return how each ended."""
-        for line in self._lines:
-            line.send(STOP)
-        return [_decode_ended(a) for line in self._lines if (a := _receive_answer(line))]
+        for connection in self._lines:
+            connection.send(STOP)
+        return [_decode_ended(a) for connection in self._lines if (a := _receive_answer(connection))]
 
     def has_failure(self) -> bool:
         """Return True if a rank of another node died, or a node disconnected."""
-        return any(line.receive(0) == FAILED or line.closed for line in self._lines)
+        return any(connection.receive(0) == FAILED or connection.closed for connection in self._lines)
 
 
-def join_leader(endpoint: str, timeout: float, node: int = 1) -> Line:
+def join_leader(endpoint: str, timeout: float, node: int = 1) -> NodeConnection:
     """Connect another node to node 0, which may not be up yet. Raise WorkerError if the peer does not belong to the
     sweep.
     """
@@ -157,7 +157,7 @@ def join_leader(endpoint: str, timeout: float, node: int = 1) -> Line:
     end = time.monotonic() + timeout
     while True:
         try:
-            connection = socket.create_connection((host, port), timeout=HELLO_WAIT_S)
+            sock = socket.create_connection((host, port), timeout=HELLO_WAIT_S)
         except OSError as e:
             if time.monotonic() > end:
                 raise WorkerError(
@@ -166,15 +166,15 @@ def join_leader(endpoint: str, timeout: float, node: int = 1) -> Line:
                 ) from e
             time.sleep(0.5)
             continue
-        connection.settimeout(None)
-        line = Line(connection)
-        if not _send_greeting(line, key, node):
-            line.close()
+        sock.settimeout(None)
+        connection = NodeConnection(sock)
+        if not _send_greeting(connection, key, node):
+            connection.close()
             raise WorkerError(
                 f"{endpoint} did not take this node for one of its sweep: {SECRET} must be that of node 0, and "
                 "each rank of --nodes of one machine only."
             )
-        return line
+        return connection
 
 
 def get_secret() -> bytes:
@@ -198,37 +198,41 @@ def _compute_proof(key: bytes, side: bytes, node: int, nonces: tuple[str, str]) 
     return _compute_code(key, side, b"%d" % node, *(n.encode() for n in nonces)).decode()
 
 
-def _send_greeting(line: Line, key: bytes, node: int) -> bool:
+def _send_greeting(connection: NodeConnection, key: bytes, node: int) -> bool:
     """Perform another node's half of the greeting; return True if both sides have proved their identity."""
-    theirs = _receive_hello(line)
+    theirs = _receive_hello(connection)
     if theirs is None:
         return False
     nonces = theirs.nonce, secrets.token_hex(16)
-    line.send(msgspec.json.encode(Hello(node=node, nonce=nonces[1], proof=_compute_proof(key, FOLLOWS, node, nonces))))
-    answer = _receive_hello(line)
+    connection.send(
+        msgspec.json.encode(Hello(node=node, nonce=nonces[1], proof=_compute_proof(key, FOLLOWS, node, nonces)))
+    )
+    answer = _receive_hello(connection)
     if answer is None or not hmac.compare_digest(answer.proof, _compute_proof(key, LEADS, node, nonces)):
         return False
-    line.set_key(_compute_code(key, b"key", *(n.encode() for n in nonces)), FOLLOWS, LEADS)
+    connection.set_key(_compute_code(key, b"key", *(n.encode() for n in nonces)), FOLLOWS, LEADS)
     return True
 
 
-def _receive_greeting(line: Line, key: bytes, expected: set[int]) -> int | None:
+def _receive_greeting(connection: NodeConnection, key: bytes, expected: set[int]) -> int | None:
     """Perform node 0's half of the greeting; return the number of the node, or None for an unexpected peer."""
     nonce = secrets.token_hex(16)
-    line.send(msgspec.json.encode(Hello(node=0, nonce=nonce)))
-    theirs = _receive_hello(line)
+    connection.send(msgspec.json.encode(Hello(node=0, nonce=nonce)))
+    theirs = _receive_hello(connection)
     if theirs is None or theirs.node not in expected:
         return None
     nonces = nonce, theirs.nonce
     if not hmac.compare_digest(theirs.proof, _compute_proof(key, FOLLOWS, theirs.node, nonces)):
         return None
-    line.send(msgspec.json.encode(Hello(node=0, nonce=nonce, proof=_compute_proof(key, LEADS, theirs.node, nonces))))
-    line.set_key(_compute_code(key, b"key", *(n.encode() for n in nonces)), LEADS, FOLLOWS)
+    connection.send(
+        msgspec.json.encode(Hello(node=0, nonce=nonce, proof=_compute_proof(key, LEADS, theirs.node, nonces)))
+    )
+    connection.set_key(_compute_code(key, b"key", *(n.encode() for n in nonces)), LEADS, FOLLOWS)
     return theirs.node
 
 
-def _receive_hello(line: Line) -> Hello | None:
-    data = line.receive(HELLO_WAIT_S)
+def _receive_hello(connection: NodeConnection) -> Hello | None:
+    data = connection.receive(HELLO_WAIT_S)
     try:
         found = msgspec.json.decode(data or b"", type=Hello)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -256,12 +260,12 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _receive_answer(line: Line) -> bytes | None:
-    answer = line.receive(ANSWER_WAIT_S)
-    return line.receive(ANSWER_WAIT_S) if answer == FAILED else answer
+def _receive_answer(connection: NodeConnection) -> bytes | None:
+    answer = connection.receive(ANSWER_WAIT_S)
+    return connection.receive(ANSWER_WAIT_S) if answer == FAILED else answer
 
 
-def _wait_for_nodes(endpoint: str, count: int, timeout: float) -> list[Line]:
+def _wait_for_nodes(endpoint: str, count: int, timeout: float) -> list[NodeConnection]:
     """Return the connections to all other nodes; peers without the secret are rejected, and waiting continues."""
     host, port = split_endpoint(endpoint)
     key = get_secret()
@@ -272,23 +276,23 @@ def _wait_for_nodes(endpoint: str, count: int, timeout: float) -> list[Line]:
             f"--nodes endpoint={endpoint}: node 0 cannot listen there ({e}); give an address that it has, and a free "
             "port."
         ) from e
-    lines: dict[int, Line] = {}
+    lines: dict[int, NodeConnection] = {}
     refused, end = 0, time.monotonic() + timeout
     with server:
         while len(lines) < count:
             server.settimeout(max(end - time.monotonic(), 0.001))
             try:
-                line = Line(server.accept()[0])
+                connection = NodeConnection(server.accept()[0])
             except TimeoutError as e:
                 others = f" {refused} that came had another {SECRET}." if refused else ""
                 raise WorkerError(
                     f"{len(lines)} of {count} other nodes came to {endpoint} within {timeout:.0f} s; start the same "
                     f"command with its own rank of --nodes on each, or raise --timeout.{others}"
                 ) from e
-            node = _receive_greeting(line, key, set(range(1, count + 1)) - set(lines))
+            node = _receive_greeting(connection, key, set(range(1, count + 1)) - set(lines))
             if node is None:
-                line.close()
+                connection.close()
                 refused += 1
             else:
-                lines[node] = line
+                lines[node] = connection
     return [lines[node] for node in sorted(lines)]

@@ -48,7 +48,7 @@ STOPPED = "T"  # state of a process that got SIGSTOP, in proc(5)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Machines:
+class RendezvousOptions:
     """Hold the options for the machines of a sweep; the defaults mean this machine only."""
 
     nnodes: int = 1
@@ -59,10 +59,10 @@ class Machines:
 class Running(Ranks):
     """Represent a started job. Context manager: leaving it ends every process of the job in any case."""
 
-    def __init__(self, job: Job, machines: Machines, worker: str, lock: int | None = None) -> None:
+    def __init__(self, job: Job, rendezvous: RendezvousOptions, worker: str, lock: int | None = None) -> None:
         """Start it; `lock` is the descriptor of the folder's lock, which is held until the last rank is gone."""
-        here = job.points[0].world // machines.nnodes
-        ranks = range(machines.node_rank * here, (machines.node_rank + 1) * here)
+        here = job.points[0].world // rendezvous.nnodes
+        ranks = range(rendezvous.node_rank * here, (rendezvous.node_rank + 1) * here)
         super().__init__(Path(job.folder), job.get_log_folder(), job.get_progress_path(), ranks)
         self.job = job
         self.agent_log = self.logs / "agent.log"
@@ -77,7 +77,7 @@ class Running(Ranks):
                 stdin=subprocess.DEVNULL if lock is None else lock,
                 stdout=log,
                 stderr=log,
-                env=_make_environment(job, machines),
+                env=_make_environment(job, rendezvous),
                 start_new_session=True,
             )
         if lock is not None:
@@ -192,8 +192,8 @@ def _make_command(job: Job, worker: str, ranks: range) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *flat, "--no-python", *rank]
 
 
-def _make_environment(job: Job, machines: Machines) -> dict[str, str]:
+def _make_environment(job: Job, rendezvous: RendezvousOptions) -> dict[str, str]:
     own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # torchrun would open another store
-    env = make_environment(job.device, loopback=machines.nnodes == 1) | own
+    env = make_environment(job.device, loopback=rendezvous.nnodes == 1) | own
     env.setdefault(FLIGHT_RECORDER, str(RECORDED))
     return env

@@ -144,14 +144,14 @@ def check_architectures(config: dict[str, Any], known: Sequence[str]) -> None:
 
 def check_routing(shape: ModelShape) -> None:
     """Raise ValueError unless a token can be routed to `top_k` experts within the groups it may choose."""
-    if shape.experts % shape.groups:
-        raise ValueError(f"'n_group' is {shape.groups}, which does not divide {shape.experts} experts")
-    if shape.routing == SIGMOID and shape.experts // shape.groups == 1:
+    if shape.experts % shape.n_group:
+        raise ValueError(f"'n_group' is {shape.n_group}, which does not divide {shape.experts} experts")
+    if shape.routing == SIGMOID and shape.experts // shape.n_group == 1:
         raise ValueError(
-            f"'n_group' is {shape.groups} for {shape.experts} experts, one in each; a group is scored by its best two"
+            f"'n_group' is {shape.n_group} for {shape.experts} experts, one in each; a group is scored by its best two"
         )
-    if shape.top_groups > shape.groups:
-        raise ValueError(f"'topk_group' is {shape.top_groups} of {shape.groups} groups")
-    reachable = shape.experts // shape.groups * shape.top_groups
+    if shape.topk_group > shape.n_group:
+        raise ValueError(f"'topk_group' is {shape.topk_group} of {shape.n_group} groups")
+    reachable = shape.experts // shape.n_group * shape.topk_group
     if shape.top_k > reachable:
         raise ValueError(f"'num_experts_per_tok' is {shape.top_k}, but a token can reach {reachable} experts")

@@ -26,10 +26,10 @@ _V2 = ModelShape(
     first_dense=1,
     vocab=102400,
     routing=SOFTMAX,
-    groups=8,
-    top_groups=3,
+    n_group=8,
+    topk_group=3,
     normalise=False,
-    routed_scale=16.0,
+    routed_scaling_factor=16.0,
     yarn=Yarn(factor=40, original_max_position=4096, mscale=0.707, mscale_all_dim=0.707),
 )
 _V2_LITE = dataclasses.replace(
@@ -42,9 +42,9 @@ _V2_LITE = dataclasses.replace(
     experts=64,
     moe_inter=1408,
     dense_inter=10944,
-    groups=1,
-    top_groups=1,
-    routed_scale=1.0,
+    n_group=1,
+    topk_group=1,
+    routed_scaling_factor=1.0,
 )
 
 

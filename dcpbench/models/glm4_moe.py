@@ -22,7 +22,7 @@ _GLM_46 = gqa_config.make_shape(
     first_dense=3,
     vocab=151552,
     routing=SIGMOID,
-    routed_scale=2.5,
+    routed_scaling_factor=2.5,
     gqa=Gqa(kv_heads=8, qk_norm=True, qkv_bias=True),
     rotated=64,
     rms_eps=1e-5,
@@ -50,10 +50,10 @@ def _parse_shape(config: dict[str, Any], name: str) -> ModelShape:
         shared_experts=parse_int(config, "n_shared_experts", minimum=0),
         moe_inter=parse_int(config, "moe_intermediate_size"),
         routing=SIGMOID,
-        groups=parse_int(config, "n_group"),
-        top_groups=parse_int(config, "topk_group"),
+        n_group=parse_int(config, "n_group"),
+        topk_group=parse_int(config, "topk_group"),
         normalise=parse_bool(config, "norm_topk_prob", default=True),
-        routed_scale=parse_number(config, "routed_scaling_factor"),
+        routed_scaling_factor=parse_number(config, "routed_scaling_factor"),
     )
 
 

@@ -88,7 +88,7 @@ def parse_shape(config: dict[str, Any], name: str, gqa: Gqa, *, rotated: float =
         yarn=None if llama3 else parse_yarn(rope, position),
         llama3_rope=llama3,
         max_position=position,
-        tied=parse_bool(config, "tie_word_embeddings", default=False),
+        tie_word_embeddings=parse_bool(config, "tie_word_embeddings", default=False),
         mtp_layers=parse_mtp_layers(config),
         **({"first_dense": layers} | experts),
     )
@@ -97,7 +97,9 @@ def parse_shape(config: dict[str, Any], name: str, gqa: Gqa, *, rotated: float =
 def make_shape(*, head: int = 128, rotated: int | None = None, **fields: Any) -> ModelShape:  # noqa: ANN401 -- as above
     """Return a shape of `fields` with heads of `head` numbers, of which rope rotates the first `rotated`, by default all."""
     rope = head if rotated is None else rotated
-    return ModelShape(latent=0, rope=rope, nope=head - rope, value=head, rope_interleaved=False, **fields)
+    return ModelShape(
+        latent=0, qk_rope_head_dim=rope, qk_nope_head_dim=head - rope, v_head_dim=head, rope_interleaved=False, **fields
+    )
 
 
 def count_kv_heads(config: dict[str, Any]) -> int:

@@ -19,8 +19,8 @@ LLAMA3 = "llama3"
 
 def check_rope(shape: ModelShape) -> None:
     """Raise ValueError for rope settings that no table can be made of."""
-    if shape.rope % 2:
-        raise ValueError(f"'qk_rope_head_dim' is {shape.rope}, which is odd; rope rotates pairs")
+    if shape.qk_rope_head_dim % 2:
+        raise ValueError(f"'qk_rope_head_dim' is {shape.qk_rope_head_dim}, which is odd; rope rotates pairs")
     if shape.rope_theta <= 1:
         raise ValueError(f"'rope_theta' is {shape.rope_theta:g}; frequencies fall only where it is above 1")
 

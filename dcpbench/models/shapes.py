@@ -46,7 +46,7 @@ class Llama3Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gqa:
-    """Describe grouped-query attention; the numbers of a head are `nope`, `rope` and `value` of ModelShape."""
+    """Describe grouped-query attention; the widths of a head are `qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim` of ModelShape."""
 
     kv_heads: int
     qk_norm: bool = False  # True if each head of q and k is normalised over its numbers before rope
@@ -101,24 +101,24 @@ class ModelShape:
     first_dense: int  # the first layers with a dense MLP instead of experts
     vocab: int
     routing: str = SOFTMAX  # SIGMOID or SOFTMAX
-    groups: int = 1  # expert groups of group-limited routing; 1 = ungrouped
-    top_groups: int = 1
-    normalise: bool = True  # True if the chosen experts' weights are normalised to sum 1 before `routed_scale`
-    routed_scale: float = 1.0
+    n_group: int = 1  # expert groups of group-limited routing; 1 = ungrouped
+    topk_group: int = 1
+    normalise: bool = True  # True if the chosen experts' weights are normalised to sum 1 before `routed_scaling_factor`
+    routed_scaling_factor: float = 1.0
     expert_bias: bool = False  # True if the router and the projections of experts have biases
     gqa: Gqa | None = None  # grouped-query attention; None for MLA
     indexer: Indexer | None = None  # indexer of sparse attention over MLA's rows; None if queries attend to all tokens
     latent: int = LATENT  # width of the compressed keys and values of MLA; 0 with grouped-query attention
-    rope: int = ROPE  # numbers of a query or key head that rope rotates
-    nope: int = NOPE  # numbers of a query or key head that rope leaves as they are
-    value: int = VALUE  # numbers of a value head
+    qk_rope_head_dim: int = ROPE  # numbers of a query or key head that rope rotates
+    qk_nope_head_dim: int = NOPE  # numbers of a query or key head that rope leaves as they are
+    v_head_dim: int = VALUE  # numbers of a value head
     rms_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_interleaved: bool = True
     yarn: Yarn | None = None
     llama3_rope: Llama3Rope | None = None
     max_position: int = 163840
-    tied: bool = False  # True if the LM head is the embedding
+    tie_word_embeddings: bool = False  # True if the LM head is the embedding
     tensors: TensorNames = DEEPSEEK_NAMES  # names of the checkpoint's tensors
     published: WeightFormat | UnknownFormat = UNQUANTISED  # format of the published checkpoint's weights
     has_embedding: bool = True
@@ -154,19 +154,19 @@ class ModelShape:
         return FORMATS.get(name, UNQUANTISED)
 
     @property
-    def head_width(self) -> int:
+    def qk_head_dim(self) -> int:
         """Numbers of a query head as it is projected, and of a key head of grouped-query attention."""
-        return self.nope + self.rope
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def query_width(self) -> int:
         """Numbers of a query head against the rows of the KV cache: as wide as a row of MLA, else as projected."""
-        return self.head_width if self.gqa else self.latent + self.rope
+        return self.qk_head_dim if self.gqa else self.latent + self.qk_rope_head_dim
 
     @property
     def output_width(self) -> int:
         """Numbers of a head's attention output: of MLA before the projection to values."""
-        return self.value if self.gqa else self.latent
+        return self.v_head_dim if self.gqa else self.latent
 
     @property
     def kv_width(self) -> int:
@@ -190,7 +190,11 @@ class ModelShape:
 
     def compute_kv_width(self, ranks: int) -> int:
         """Return the numbers in a KV row of one of `ranks` tensor-parallel ranks, all of which store the same rows of MLA."""
-        return self.count_kv_heads(ranks) * (self.head_width + self.value) if self.gqa else self.latent + self.rope
+        return (
+            self.count_kv_heads(ranks) * (self.qk_head_dim + self.v_head_dim)
+            if self.gqa
+            else self.latent + self.qk_rope_head_dim
+        )
 
     def compute_kv_row_bytes(self, itemsize: int, ranks: int = 1) -> int:
         """Return the bytes of a stored KV row of one of `ranks` tensor-parallel ranks.
@@ -199,7 +203,7 @@ class ModelShape:
         (FlashMLA's format, `fp8_ds_mla` in vLLM).
         """
         if self.indexer and itemsize == 1:
-            return self.latent + SCALE_BYTES * -(-self.latent // SCALE_BLOCK) + ROPE_BYTES * self.rope
+            return self.latent + SCALE_BYTES * -(-self.latent // SCALE_BLOCK) + ROPE_BYTES * self.qk_rope_head_dim
         return self.compute_kv_width(ranks) * itemsize
 
     def compute_kv_bytes_per_token(self, itemsize: int, ranks: int = 1) -> int:

@@ -16,28 +16,28 @@ HIDDEN = "…"
 
 
 def format_updated_command(
-    typed: Sequence[str], command: str, given: Mapping[str, str], others: Sequence[str] = ()
+    argv: Sequence[str], command: str, given: Mapping[str, str], others: Sequence[str] = ()
 ) -> str:
     """Return the words of `update_command` as a command line."""
-    return shlex.join(["dcpbench", *update_command(typed, command, given, others)])
+    return shlex.join(["dcpbench", *update_command(argv, command, given, others)])
 
 
 def update_command(
-    typed: Sequence[str], command: str, given: Mapping[str, str], others: Sequence[str] = ()
+    argv: Sequence[str], command: str, given: Mapping[str, str], others: Sequence[str] = ()
 ) -> list[str]:
     """Return the words of a command line with the options in `given` (empty for a switch) and without `others`.
 
-    `typed` is the command and its arguments. If it is empty or of another command, only the options in `given` are returned.
+    `argv` is the command and its arguments. If it is empty or of another command, only the options in `given` are returned.
     """
-    kept = remove_options(typed[1:], {*given, *others}) if typed and typed[0] == command else []
+    kept = remove_options(argv[1:], {*given, *others}) if argv and argv[0] == command else []
     put = (word for option, value in given.items() for word in (option, value) if word)
     return [command, *put, *kept]
 
 
-def remove_options(words: Sequence[str], options: set[str]) -> list[str]:
+def remove_options(argv: Sequence[str], options: set[str]) -> list[str]:
     """Return the arguments without some options and their values."""
     kept, dropped = [], False
-    for word in words:
+    for word in argv:
         if word.startswith("-"):
             dropped = word.partition("=")[0] in options
         if not dropped:
@@ -50,10 +50,10 @@ def get_typed_command() -> str:
     return redaction.format_command_line(["dcpbench", *hide_headers(sys.argv[1:])])
 
 
-def hide_headers(words: Sequence[str]) -> list[str]:
+def hide_headers(argv: Sequence[str]) -> list[str]:
     """Return a command line without the values of its --header options."""
     found: list[str] = []
-    for before, word in zip(["", *words], words, strict=False):
+    for before, word in zip(["", *argv], argv, strict=False):
         if before == HEADER:
             found.append(_hide_value(word))
         elif word.startswith(f"{HEADER}="):
@@ -72,12 +72,12 @@ def hide_headers(words: Sequence[str]) -> list[str]:
 
 def _hide_nested(text: str) -> str:
     try:
-        words = shlex.split(text)
+        argv = shlex.split(text)
     except ValueError:
         return HIDDEN
-    if words == [text] and not text.startswith(f"{HEADER}="):
+    if argv == [text] and not text.startswith(f"{HEADER}="):
         return text
-    return shlex.join(hide_headers(words))
+    return shlex.join(hide_headers(argv))
 
 
 def _hide_value(text: str) -> str:

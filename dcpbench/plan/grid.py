@@ -72,13 +72,13 @@ class Candidate:
 
 
 def expand_grid(
-    spec: SweepSpec, probe: Probe, nnodes: int = 1, *, submitted: bool = False, typed: Sequence[str] = ()
+    spec: SweepSpec, probe: Probe, nnodes: int = 1, *, submitted: bool = False, argv: Sequence[str] = ()
 ) -> list[Candidate]:
     """Return every point of the grid with its baseline, in running order: neighbours share an engine.
 
-    `typed`: command and arguments that errors repeat with other options.
+    `argv`: command and arguments that errors repeat with other options.
     """
-    found = _expand_spec(spec, Machine(probe=probe, nnodes=nnodes, submitted=submitted, typed=tuple(typed)))
+    found = _expand_spec(spec, Machine(probe=probe, nnodes=nnodes, submitted=submitted, argv=tuple(argv)))
     _check_used(spec, (c.point for c in found))
     return found
 

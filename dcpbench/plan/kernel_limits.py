@@ -92,12 +92,12 @@ def compute_part_sizes(point: Point, shape: ModelShape) -> dict[str, tuple[int, 
     experts = shape.moe_inter // point.tp if point.ep == MOE_TP else shape.moe_inter
     found = {"'hidden_size'": (shape.hidden, QKV, True)}
     if shape.gqa:
-        found["the keys"] = (shape.count_kv_heads(point.layout.attn_tp) * shape.head_width, QKV, False)
-    queries = heads * shape.head_width
+        found["the keys"] = (shape.count_kv_heads(point.layout.attn_tp) * shape.qk_head_dim, QKV, False)
+    queries = heads * shape.qk_head_dim
     return found | {
         "the queries": (queries if shape.q_lora is None else shape.q_lora, QKV, shape.q_lora is not None),
         "q_b": (queries, Q_B, False),
-        "o_proj": (heads * shape.value, O, True),
+        "o_proj": (heads * shape.v_head_dim, O, True),
         "an expert": (experts, EXPERTS, True),
         "the shared expert": (shape.shared_experts * shape.moe_inter // point.tp, SHARED, True),
         "the dense MLP": (shape.dense_inter // point.tp if shape.first_dense else 0, DENSE, True),

@@ -30,11 +30,11 @@ CONCURRENCY, RATE = LOADS = ("concurrency", "rate")
 TOLERANCE = 0.05  # share by which the lowest load that fails is above the highest that holds, at the end of a search
 MAX_LOADS = 12  # that a search measures
 FACTOR = 4  # between the loads that are measured until one holds and one does not
-GAPS = (2.01, 1.4)  # ratio of neighbouring loads from which a live and a replayed load between them is checked
+GAP_RATIOS = (2.01, 1.4)  # ratio of neighbouring loads from which a live and a replayed load between them is checked
 KNEE_SHARE = 0.1  # by which output grows at most from the knee to the highest measured load
 FALLS_BY = 0.1  # share by which a latency is lower under a higher load if it does not rise with the load
-NEAR = 0.7  # share of a limit from which a latency that falls is reported
-CLOSE = 0.9  # share of a limit from which any gap next to a load is checked, as other loads in it may not hold
+FALLING_WARN_RATIO = 0.7  # share of a limit from which a latency that falls is reported
+RECHECK_RATIO = 0.9  # share of a limit from which any gap next to a load is checked, as other loads in it may not hold
 SCATTER = 0.05  # share of a limit by which latencies of neighbouring loads may differ without a trend
 DEFAULT_BOUNDS = {CONCURRENCY: (1.0, 256.0), RATE: (0.01, 100.0)}
 STARTS = {CONCURRENCY: 8.0, RATE: 1.0}
@@ -171,10 +171,12 @@ def _parse_load(name: str, text: str) -> float:
     return float(found)
 
 
-def choose_next_load(shares: Mapping[float, float], bounds: LoadRange, count: int, *, replayed: bool) -> float | None:
+def choose_next_load(
+    slo_ratios: Mapping[float, float], bounds: LoadRange, count: int, *, replayed: bool
+) -> float | None:
     """Return the load to measure next, or None at the end of the search.
 
-    `shares`: largest latency of each measured load over its limit, see MeasuredLoad.share; a load with more than 1 does not hold.
+    `slo_ratios`: largest latency of each measured load over its limit, see MeasuredLoad.slo_ratio; a load with more than 1 does not hold.
     `count`: how many loads the search has chosen so far.
 
     From the start loads grow or shrink by FACTOR until one holds and a higher one does not, and are then bisected by their
@@ -183,27 +185,27 @@ def choose_next_load(shares: Mapping[float, float], bounds: LoadRange, count: in
     """
     if count >= MAX_LOADS:
         return None
-    if not shares:
+    if not slo_ratios:
         return bounds.start
-    limit, failed = find_limit({load: share <= 1 for load, share in shares.items()})
+    limit, failed = find_limit({load: slo_ratio <= 1 for load, slo_ratio in slo_ratios.items()})
     if failed is None:
         return (
-            _choose_check(shares, bounds, bounds.high, GAPS[replayed])
+            _choose_check(slo_ratios, bounds, bounds.high, GAP_RATIOS[replayed])
             if limit == bounds.high
-            else min(max(shares) * FACTOR, bounds.high)
+            else min(max(slo_ratios) * FACTOR, bounds.high)
         )
     if limit is None:
         return None if failed == bounds.low else bounds.lower(failed)
     if not bounds.is_narrow(limit, failed):
         return bounds.divide(limit, failed)
-    return _choose_check(shares, bounds, limit, GAPS[replayed])
+    return _choose_check(slo_ratios, bounds, limit, GAP_RATIOS[replayed])
 
 
-def _choose_check(shares: Mapping[float, float], bounds: LoadRange, limit: float, gap: float) -> float | None:
+def _choose_check(slo_ratios: Mapping[float, float], bounds: LoadRange, limit: float, gap: float) -> float | None:
     """Return a load between two neighbouring measured loads; None if no such pair is left, or MAX_LOADS are measured.
 
     A pair is left if the ratio of its loads is at least `gap`. Below `limit`, the highest load that holds, it is also left if one of
-    its loads reaches a share of CLOSE and the pair is wider than the tolerance. Pairs below `limit` come first, in descending
+    its loads reaches a share of RECHECK_RATIO and the pair is wider than the tolerance. Pairs below `limit` come first, in descending
     order of the logarithm of their ratio over the distance of the larger share from 1 + SCATTER; then the others, widest first.
     """
 
@@ -211,14 +213,18 @@ def _choose_check(shares: Mapping[float, float], bounds: LoadRange, limit: float
         low, high = pair
         if low >= limit:
             return True, low / high
-        return False, -math.log(high / low) / (1 - max(shares[low], shares[high]) + SCATTER)
+        return False, -math.log(high / low) / (1 - max(slo_ratios[low], slo_ratios[high]) + SCATTER)
 
-    pairs = itertools.pairwise(sorted(shares) if len(shares) < MAX_LOADS else ())
+    pairs = itertools.pairwise(sorted(slo_ratios) if len(slo_ratios) < MAX_LOADS else ())
     wide = [
         (low, high)
         for low, high in pairs
         if high >= low * gap
-        or (high <= limit and max(shares[low], shares[high]) >= CLOSE and not bounds.is_narrow(low, high))
+        or (
+            high <= limit
+            and max(slo_ratios[low], slo_ratios[high]) >= RECHECK_RATIO
+            and not bounds.is_narrow(low, high)
+        )
     ]
     return next((load for pair in sorted(wide, key=rank) if (load := bounds.divide(*pair)) is not None), None)
 
@@ -246,16 +252,16 @@ class MeasuredLoad:
     @property
     def holds(self) -> bool:
         """Return True if more than half of its runs hold the SLO, so that the one in the middle does."""
-        return self.share <= 1
+        return self.slo_ratio <= 1
 
     @property
-    def share(self) -> float:
+    def slo_ratio(self) -> float:
         """Return the largest latency over its limit, of the run in the middle; the load holds up to 1.
 
         It is infinite for a run that left a request unanswered, or has an objective without a latency.
         """
-        shares = sorted(_compute_share(record, self.slo) for record in self.records)
-        return shares[len(shares) // 2]
+        slo_ratios = sorted(_compute_slo_ratio(record, self.slo) for record in self.records)
+        return slo_ratios[len(slo_ratios) // 2]
 
     @property
     def metrics(self) -> ServeMetrics | None:
@@ -303,10 +309,10 @@ def does_hold(record: Record, slo: Mapping[str, float]) -> bool:
     return all(judged.met for judged in judge_latencies(serve, slo))
 
 
-def _compute_share(record: Record, slo: Mapping[str, float]) -> float:
+def _compute_slo_ratio(record: Record, slo: Mapping[str, float]) -> float:
     """Return the largest latency of a run over its limit; infinite if the run does not hold the SLO for another reason."""
-    share = math.inf if record.serve is None else _compute_excess(judge_latencies(record.serve, slo))
-    return share if share > 1 or does_hold(record, slo) else math.inf
+    slo_ratio = math.inf if record.serve is None else _compute_excess(judge_latencies(record.serve, slo))
+    return slo_ratio if slo_ratio > 1 or does_hold(record, slo) else math.inf
 
 
 def _compute_excess(objectives: Sequence[JudgedObjective]) -> float:
@@ -318,7 +324,7 @@ def _compute_excess(objectives: Sequence[JudgedObjective]) -> float:
 class FoundLoad:
     """Hold the result of a search for one layout."""
 
-    who: str  # layout and path
+    label: str  # layout and path
     replayed: bool
     bounds: LoadRange
     measured: Sequence[MeasuredLoad]  # by load
@@ -329,7 +335,7 @@ class FoundLoad:
         return {one.load: one.holds for one in self.measured}
 
     @property
-    def limit(self) -> MeasuredLoad | None:
+    def highest_passing_load(self) -> MeasuredLoad | None:
         """Return the highest load up to which all measured loads hold."""
         return self._get(find_limit(self.holds)[0])
 
@@ -346,10 +352,12 @@ class FoundLoad:
 
     @property
     def falling(self) -> tuple[MeasuredLoad, MeasuredLoad, int] | None:
-        """Return two neighbouring loads that hold and the number of an objective whose latency is near its limit and falls."""
+        """Return (lower load, higher load, index of the objective) for two neighbouring loads where a latency near its limit
+        falls although the load rises.
+        """
         for below, above in itertools.pairwise(one for one in self.measured if one.holds):
             for number, (first, second) in enumerate(zip(below.objectives, above.objectives, strict=False)):
-                near = first.ms is not None and first.ms > first.limit_ms * NEAR
+                near = first.ms is not None and first.ms > first.limit_ms * FALLING_WARN_RATIO
                 if near and first.ms and second.ms and second.ms < first.ms * (1 - FALLS_BY):
                     return below, above, number
         return None
@@ -377,16 +385,16 @@ class FoundLoad:
         outputs = [one.metrics.output_tok_s for one in served if one.metrics]
         found = served[next(i for i, output in enumerate(outputs) if max(outputs) <= output * (1 + KNEE_SHARE))]
         grows = _compute_excess(last.objectives) > _compute_excess(found.objectives)
-        return found if last.load >= found.load * GAPS[0] and grows else None
+        return found if last.load >= found.load * GAP_RATIOS[0] and grows else None
 
     def _get(self, load: float | None) -> MeasuredLoad | None:
         return next((one for one in self.measured if one.load == load), None)
 
     def to_json(self) -> dict[str, object]:
         """Return the result for --json."""
-        limit, failed, higher, knee = self.limit, self.failed, self.higher, self.knee
+        limit, failed, higher, knee = self.highest_passing_load, self.failed, self.higher, self.knee
         return {
-            "layout": self.who,
+            "layout": self.label,
             "find": self.bounds.name,
             "bounds": [self.bounds.low, self.bounds.high],
             "slo": dict(self.measured[0].slo),
@@ -409,10 +417,10 @@ class FoundLoad:
         )
 
     def _format_limit(self) -> str:
-        limit, failed = self.limit, self.failed
+        limit, failed = self.highest_passing_load, self.failed
         if limit is None:
-            return f"{self.who}: no load holds the SLO; the lowest is {self._format_load(self.measured[0])}."
-        text = f"{self.who}: the highest load that holds the SLO is {self._format_load(limit)}"
+            return f"{self.label}: no load holds the SLO; the lowest is {self._format_load(self.measured[0])}."
+        text = f"{self.label}: the highest load that holds the SLO is {self._format_load(limit)}"
         if failed is None:
             return f"{text}, the upper bound of the search; the limit may be higher."
         if self.unmeasured:

@@ -88,7 +88,7 @@ class Machine:
     nnodes: int = 1
     timed: bool = True  # True if points are measured (`sweep`, with CUDA graphs), False if compared (`verify`)
     submitted: bool = False  # True if `submit` checks the point for the machines of a job
-    typed: tuple[str, ...] = ()  # command and arguments that errors repeat with other options; empty without any
+    argv: tuple[str, ...] = ()  # command and arguments that errors repeat with other options; empty without any
 
     @property
     def gpus(self) -> int:
@@ -182,7 +182,7 @@ def find_live_limit(shape: ModelShape, weights_dtype: str) -> str | None:
         "sliding windows": shape.gqa.window_layers > 0,
         "attention sinks": shape.gqa.sinks,
         "norms over all heads": shape.gqa.qk_norm_over_heads,
-        "rope on a part of a head": shape.nope > 0,
+        "rope on a part of a head": shape.qk_nope_head_dim > 0,
         "biases of experts": shape.expert_bias,
     }
     missing = [name for name, present in parts.items() if present]
@@ -238,7 +238,7 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
         raise CapacityError(
             f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {weights.name} and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench doctor` shows this machine). "
-            f"To plan it for GPUs type: {format_updated_command(machine.typed, _get_command(point), plan, ['--device'])}. "
+            f"To plan it for GPUs type: {format_updated_command(machine.argv, _get_command(point), plan, ['--device'])}. "
             f"For a functional run on the CPU type: dcpbench {_get_command(point)} --model tiny --tp 8 --dcp 8"
         )
 
@@ -337,7 +337,7 @@ def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[
             given |= {"--dcp": str(best.dcp)}
             given |= {"--ep": point.ep} if point.ep != place_experts(MOE_TP, point.tp) else {}
             given |= _get_plan_options(machine.probe)
-            return update_command(machine.typed, _get_command(point), given, ["--dp", "--ep"])
+            return update_command(machine.argv, _get_command(point), given, ["--dp", "--ep"])
     return f"{_get_command(point)} --device cpu --model tiny --tp 8 --dcp 8".split()
 
 
@@ -382,11 +382,13 @@ def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
         )
     if shape.gqa:
         _check_gqa_options(point, shape)
-    elif point.backend in ("triton", AUTO) and not (_is_power_of_two(shape.latent) and _is_power_of_two(shape.rope)):
+    elif point.backend in ("triton", AUTO) and not (
+        _is_power_of_two(shape.latent) and _is_power_of_two(shape.qk_rope_head_dim)
+    ):
         instead = "use --backend reference" if probe.device == "cpu" else _CPU_VERIFY
         raise UsageError(
             f"--backend {point.backend} needs latent and rope widths that are powers of two of at least {SMALLEST_TILE}, "
-            f"and {shape.name} has {shape.latent} and {shape.rope}; {instead}."
+            f"and {shape.name} has {shape.latent} and {shape.qk_rope_head_dim}; {instead}."
         )
     if point.backend in ("flashinfer", "flashmla"):
         _check_library(point, shape, probe)
@@ -402,15 +404,15 @@ def _check_gqa_options(point: Point, shape: ModelShape) -> None:
         raise UsageError(
             f"--collectives project-first: the attention of {shape.name} gives values, and nothing is projected; leave it out."
         )
-    if point.backend in ("triton", AUTO) and not _is_power_of_two(shape.head_width):
+    if point.backend in ("triton", AUTO) and not _is_power_of_two(shape.qk_head_dim):
         raise UsageError(
             f"--backend {point.backend} needs a head width that is a power of two of at least {SMALLEST_TILE}, "
-            f"and {shape.name} has {shape.head_width}; {_CPU_VERIFY}."
+            f"and {shape.name} has {shape.qk_head_dim}; {_CPU_VERIFY}."
         )
-    if point.backend == "flashinfer" and shape.head_width not in FLASHINFER_HEADS:
+    if point.backend == "flashinfer" and shape.qk_head_dim not in FLASHINFER_HEADS:
         raise UsageError(
             f"--backend flashinfer takes heads of {', '.join(map(str, FLASHINFER_HEADS))} columns, and {shape.name} has "
-            f"{shape.head_width}; use --backend triton."
+            f"{shape.qk_head_dim}; use --backend triton."
         )
 
 
@@ -418,9 +420,9 @@ def _check_library(point: Point, shape: ModelShape, probe: Probe) -> None:
     backend = f"--backend {point.backend}"
     if probe.device == "cpu":
         raise UsageError(f"{backend} needs a GPU; on the CPU use --backend reference or --backend triton.")
-    if shape.gqa is None and (shape.latent, shape.rope) != (512, 64):
+    if shape.gqa is None and (shape.latent, shape.qk_rope_head_dim) != (512, 64):
         raise UsageError(
-            f"{backend} reads KV rows of 512 + 64 numbers and {shape.name} has {shape.latent} + {shape.rope}; use "
+            f"{backend} reads KV rows of 512 + 64 numbers and {shape.name} has {shape.latent} + {shape.qk_rope_head_dim}; use "
             "--backend triton."
         )
     if point.kv_precision == FP8 and point.backend not in OVER_FP8:
@@ -480,22 +482,22 @@ def _check_exchange(point: Point, machine: Machine) -> None:
 def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
     """Raise an error if GPU kernels that no --backend replaces cannot take the model."""
     if shape.gqa:
-        if not _is_power_of_two(shape.head_width):
+        if not _is_power_of_two(shape.qk_head_dim):
             raise UsageError(
                 f"the rope kernel needs a head width that is a power of two of at least {SMALLEST_TILE}, and "
-                f"{shape.name} has {shape.head_width}; {_CPU_VERIFY}."
+                f"{shape.name} has {shape.qk_head_dim}; {_CPU_VERIFY}."
             )
         return
-    if not _is_power_of_two(shape.rope):
+    if not _is_power_of_two(shape.qk_rope_head_dim):
         raise UsageError(
             f"the rope kernel needs a width that is a power of two of at least {SMALLEST_TILE}, and {shape.name} has "
-            f"'qk_rope_head_dim' {shape.rope}; {_CPU_VERIFY}."
+            f"'qk_rope_head_dim' {shape.qk_rope_head_dim}; {_CPU_VERIFY}."
         )
     merged_wide = point.dcp > 1 and point.dtype != "fp32" and not point.project_first
-    if merged_wide and not (_is_power_of_two(shape.latent) and _is_power_of_two(shape.value)):
+    if merged_wide and not (_is_power_of_two(shape.latent) and _is_power_of_two(shape.v_head_dim)):
         raise UsageError(
             f"with --dcp {point.dcp} the values are projected in fp32, which needs 'kv_lora_rank' and 'v_head_dim' to "
-            f"be powers of two of at least {SMALLEST_TILE}, and {shape.name} has {shape.latent} and {shape.value}; use --dcp "
+            f"be powers of two of at least {SMALLEST_TILE}, and {shape.name} has {shape.latent} and {shape.v_head_dim}; use --dcp "
             f"1, or {_CPU_VERIFY}."
         )
 
@@ -584,11 +586,11 @@ def _check_chunk_memory(point: Point, load: Load, shape: ModelShape, probe: Prob
 
 
 def _check_prefill(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
-    widths = shape.kv_width, shape.latent, shape.value
+    widths = shape.kv_width, shape.latent, shape.v_head_dim
     if probe.device == "cuda" and not shape.gqa and any(n * ITEMSIZE[point.dtype] % TENSOR_UNIT for n in widths):
         raise UsageError(
             f"keys and values of prompts are made from rows that are multiples of {TENSOR_UNIT} bytes, and {shape.name} has "
-            f"'kv_lora_rank' {shape.latent}, 'qk_rope_head_dim' {shape.rope} and 'v_head_dim' {shape.value} in {point.dtype}; use "
+            f"'kv_lora_rank' {shape.latent}, 'qk_rope_head_dim' {shape.qk_rope_head_dim} and 'v_head_dim' {shape.v_head_dim} in {point.dtype}; use "
             "dcpbench sweep for decode steps only."
         )
     if load.prefill != "flashinfer":
@@ -597,11 +599,11 @@ def _check_prefill(point: Point, load: Load, shape: ModelShape, probe: Probe) ->
         raise UsageError("--prefill flashinfer needs a GPU; use --prefill sdpa.")
     _check_installed("--prefill", "flashinfer", "sdpa", probe)
     known = [(head, head) for head in FLASHINFER_HEADS[:2]] if shape.gqa else [(NOPE + ROPE, VALUE)]
-    if (shape.head_width, shape.value) not in known or point.dtype not in ("bf16", "fp16"):
+    if (shape.qk_head_dim, shape.v_head_dim) not in known or point.dtype not in ("bf16", "fp16"):
         taken = " or ".join(f"keys of {key} and values of {value}" for key, value in known)
         raise UsageError(
             f"--prefill flashinfer takes {taken} numbers in bf16 or fp16, and "
-            f"{shape.name} has {shape.head_width} and {shape.value} in {point.dtype}; use --prefill sdpa."
+            f"{shape.name} has {shape.qk_head_dim} and {shape.v_head_dim} in {point.dtype}; use --prefill sdpa."
         )
 
 

@@ -226,7 +226,7 @@ class _Rank:
         self.gpu = probe.device == "cuda" and probe.memory_bytes is not None
         if self.gpu:
             self.fewest = memory.compute_min_layers(
-                shape, point.layout.spread, self.itemsize, self.l2_bytes, point.group_wide, self.weights
+                shape, point.layout.spread, self.itemsize, self.l2_bytes, point.query_replication, self.weights
             )
             self.free_bytes = (probe.memory_bytes or 0) - memory.RESERVE_BYTES
             if chunk:
@@ -241,7 +241,7 @@ class _Rank:
         """Return the bytes of this many distinct layers."""
         point = self.point
         return memory.compute_weight_bytes(
-            self.shape, point.layout.spread, self.itemsize, *layers, point.group_wide, self.weights, ep=point.ep
+            self.shape, point.layout.spread, self.itemsize, *layers, point.query_replication, self.weights, ep=point.ep
         )
 
     def compute_pages_left(self, layers: Layers) -> int:
@@ -266,8 +266,8 @@ class _Rank:
 
     def make_plan(self, pages: int, held: Layers, **limits: Any) -> EnginePlan:  # noqa: ANN401 -- fields of several types
         """Return the plan with this pool, these layers, and `limits` on what points may request."""
-        layout, wide = self.point.layout.spread, self.point.group_wide
-        sure = sum(held) * memory.compute_certain_bytes(self.shape, layout, self.itemsize, wide, self.weights)
+        layout, replicated = self.point.layout.spread, self.point.query_replication
+        sure = sum(held) * memory.compute_certain_bytes(self.shape, layout, self.itemsize, replicated, self.weights)
         return EnginePlan(
             point=self.point,
             pages=pages,

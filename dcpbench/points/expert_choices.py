@@ -137,19 +137,19 @@ def _find_largest(values: np.ndarray, count: int) -> np.ndarray:
 
 def _permute(sets_Sk: np.ndarray, shape: ModelShape, rng: np.random.Generator) -> np.ndarray:
     """Return sets with other experts in the same roles: groups change places, and so do the experts within each group."""
-    each = shape.experts // shape.groups
-    groups_G = rng.permutation(shape.groups)
-    within_Ge = np.stack([rng.permutation(each) for _ in range(shape.groups)])
+    each = shape.experts // shape.n_group
+    groups_G = rng.permutation(shape.n_group)
+    within_Ge = np.stack([rng.permutation(each) for _ in range(shape.n_group)])
     return np.asarray((groups_G[:, None] * each + within_Ge).ravel()[sets_Sk])
 
 
 def _select_checked(routing: str, wanted_LE: np.ndarray, count: int, shape: ModelShape) -> np.ndarray:
     """Return the sets of layers, [L, S, k]; raise UsageError if the groups of the model do not allow their distribution."""
-    found = Choices(select_sets(wanted_LE, count, shape.top_k, shape.groups, shape.top_groups), shape.experts)
+    found = Choices(select_sets(wanted_LE, count, shape.top_k, shape.n_group, shape.topk_group), shape.experts)
     deviation = np.abs(found.shares_LE - wanted_LE).sum(1).max() / 2 / shape.top_k
     if deviation > MAX_DEVIATION:
         raise UsageError(
-            f"--routing {routing}: {shape.name} routes a token to at most {shape.top_groups} of {shape.groups} groups of experts, so "
+            f"--routing {routing}: {shape.name} routes a token to at most {shape.topk_group} of {shape.n_group} groups of experts, so "
             f"{deviation * 100:.0f} % of the rows would go to other experts than that distribution states; use a smaller exponent."
         )
     return found.sets

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupWide:
+class QueryReplication:
     """Describe which projections a rank holds for all heads of its DCP group, instead of for its own heads alone."""
 
     query: bool = False  # W_UQ, W_UK (--collectives q-replicate): each rank computes all heads' queries without gather
@@ -38,7 +38,7 @@ class GroupWide:
 
 
 MAX_RANKS = 1 << 16  # maximum ranks of a layout: more than any model needs, few enough to list all divisors
-OWN_HEADS = GroupWide()  # default of GroupWide: each rank holds projections for its own heads only
+OWN_HEADS = QueryReplication()  # default of QueryReplication: each rank holds projections for its own heads only
 
 Ints = TypeVar("Ints", int, "np.ndarray[Any, np.dtype[np.int32]]")
 

@@ -14,7 +14,7 @@ from dcpbench.points.names import MOE_EP, MOE_TP
 
 if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
-    from dcpbench.points.layout import GroupWide
+    from dcpbench.points.layout import QueryReplication
 
 GIB = 1 << 30
 RESERVE_BYTES = 8 * GIB  # held back on a GPU for the CUDA context, NCCL, workspaces, graphs and activations
@@ -39,7 +39,7 @@ def count_all_layers(shape: ModelShape) -> Layers:
     return Layers(shape.first_dense, shape.layers - shape.first_dense)
 
 
-class Product(NamedTuple):
+class LinearShape(NamedTuple):
     """Describe a linear layer on one rank, or one for each of several heads."""
 
     inputs: int
@@ -63,7 +63,7 @@ def _compute_block_side(size: int, ranks: int, block: int) -> int:
 
 
 def compute_stored_bytes(
-    product: Product, heights: tuple[int, ...], weights: WeightFormat, *, rows: int = 1, columns: int = 1
+    product: LinearShape, heights: tuple[int, ...], weights: WeightFormat, *, rows: int = 1, columns: int = 1
 ) -> int:
     """Return the bytes of a linear layer that is stored in a quantised format, or of one expert's, with its scales.
 
@@ -78,39 +78,45 @@ def compute_stored_bytes(
     return weights.compute_bytes(product.inputs, sum(heights), blocks * across)
 
 
-def make_attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_HEADS) -> dict[str, Product]:
+def make_attention_products(
+    shape: ModelShape, layout: Layout, replicated: QueryReplication = OWN_HEADS
+) -> dict[str, LinearShape]:
     """Return the linear layers of one layer's attention, by the names of engine/weights.py; no `q_b` without q-LoRA.
 
     With grouped-query attention they are q ‖ k ‖ v and o: each rank holds the KV heads of its query heads.
     """
     heads = shape.heads // layout.attn_tp
-    q_heads = heads * layout.dcp if wide.query else heads
-    v_heads = heads * layout.dcp if wide.value else heads
-    q_width = q_heads * shape.head_width
+    q_heads = heads * layout.dcp if replicated.query else heads
+    v_heads = heads * layout.dcp if replicated.value else heads
+    q_width = q_heads * shape.qk_head_dim
     if shape.gqa:
         return {
-            "qkv": Product(shape.hidden, q_width + shape.compute_kv_width(layout.attn_tp)),
-            "o": Product(heads * shape.value, shape.hidden),
+            "qkv": LinearShape(shape.hidden, q_width + shape.compute_kv_width(layout.attn_tp)),
+            "o": LinearShape(heads * shape.v_head_dim, shape.hidden),
         }
     found = {
-        "qkv_a": Product(shape.hidden, (q_width if shape.q_lora is None else shape.q_lora) + shape.kv_width),
-        "w_uk": Product(shape.nope, shape.latent, q_heads),
-        "w_uv": Product(shape.latent, shape.value, v_heads),
-        "o": Product(heads * shape.value, shape.hidden),
+        "qkv_a": LinearShape(shape.hidden, (q_width if shape.q_lora is None else shape.q_lora) + shape.kv_width),
+        "w_uk": LinearShape(shape.qk_nope_head_dim, shape.latent, q_heads),
+        "w_uv": LinearShape(shape.latent, shape.v_head_dim, v_heads),
+        "o": LinearShape(heads * shape.v_head_dim, shape.hidden),
     }
-    return found if shape.q_lora is None else found | {"q_b": Product(shape.q_lora, q_width)}
+    return found if shape.q_lora is None else found | {"q_b": LinearShape(shape.q_lora, q_width)}
 
 
 def compute_attention_bytes(
-    shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, weights: WeightFormat = UNQUANTISED
+    shape: ModelShape,
+    layout: Layout,
+    itemsize: int,
+    replicated: QueryReplication = OWN_HEADS,
+    weights: WeightFormat = UNQUANTISED,
 ) -> int:
     """Return the bytes of one layer's attention weights on one rank, with the vectors of `count_attention_vectors`.
 
     Vectors and the absorbed weights, W_UK and W_UV, have `itemsize` bytes a number in every format.
     """
-    products = make_attention_products(shape, layout, wide)
-    ranks = layout.attn_tp // layout.dcp if wide.query else layout.attn_tp
-    found = count_attention_vectors(shape, layout, wide) * itemsize
+    products = make_attention_products(shape, layout, replicated)
+    ranks = layout.attn_tp // layout.dcp if replicated.query else layout.attn_tp
+    found = count_attention_vectors(shape, layout, replicated) * itemsize
     for name, product in products.items():
         if ATTENTION_PARTS.get(name) not in weights.parts:
             found += product.elements * itemsize
@@ -122,15 +128,15 @@ def compute_attention_bytes(
     return found
 
 
-def make_indexer_products(shape: ModelShape) -> dict[str, Product]:
+def make_indexer_products(shape: ModelShape) -> dict[str, LinearShape]:
     """Return the linear layers of an indexer, which every rank holds: its queries from q-LoRA, keys, and weights of its heads."""
     found = shape.indexer
     if found is None:
         return {}
     return {
-        "wq_b": Product(shape.q_lora or shape.hidden, found.heads * found.width),
-        "wk": Product(shape.hidden, found.width),
-        "weights_proj": Product(shape.hidden, found.heads),
+        "wq_b": LinearShape(shape.q_lora or shape.hidden, found.heads * found.width),
+        "wk": LinearShape(shape.hidden, found.width),
+        "weights_proj": LinearShape(shape.hidden, found.heads),
     }
 
 
@@ -148,18 +154,18 @@ def compute_indexer_bytes(shape: ModelShape, layers: int, itemsize: int, weights
     return math.ceil(layers * shape.indexer.layers / shape.layers) * each
 
 
-def _list_heights(name: str, product: Product, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
+def _list_heights(name: str, product: LinearShape, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
     """Return the outputs of the projections that are stacked in a linear layer of attention."""
     if name == "qkv_a":
         return product.outputs - shape.kv_width, shape.kv_width
     if name == "qkv":
         kv_heads = shape.count_kv_heads(layout.attn_tp)
-        k, v = kv_heads * shape.head_width, kv_heads * shape.value
+        k, v = kv_heads * shape.qk_head_dim, kv_heads * shape.v_head_dim
         return product.outputs - k - v, k, v
     return (product.outputs,)
 
 
-def count_attention_vectors(shape: ModelShape, layout: Layout, wide: GroupWide) -> int:
+def count_attention_vectors(shape: ModelShape, layout: Layout, replicated: QueryReplication) -> int:
     """Return the numbers in the vectors of one layer's attention on one rank.
 
     These are the norms of q, of latent rows, of heads, and before attention and MLP; biases; and the sinks of its query heads.
@@ -167,17 +173,17 @@ def count_attention_vectors(shape: ModelShape, layout: Layout, wide: GroupWide) 
     norms = (shape.q_lora or 0) + shape.latent + 2 * shape.hidden
     if shape.gqa is None:
         return norms
-    heads = shape.heads // layout.attn_tp * (layout.dcp if wide.query else 1)
-    bias = heads * shape.head_width + shape.compute_kv_width(layout.attn_tp) if shape.gqa.qkv_bias else 0
+    heads = shape.heads // layout.attn_tp * (layout.dcp if replicated.query else 1)
+    bias = heads * shape.qk_head_dim + shape.compute_kv_width(layout.attn_tp) if shape.gqa.qkv_bias else 0
     bias += shape.hidden if shape.gqa.o_bias else 0
     normed = heads + shape.count_kv_heads(layout.attn_tp) if shape.gqa.qk_norm_over_heads else 2
-    head_norms = normed * shape.head_width if shape.gqa.qk_norm else 0
+    head_norms = normed * shape.qk_head_dim if shape.gqa.qk_norm else 0
     return norms + bias + head_norms + (heads if shape.gqa.sinks else 0)
 
 
-def make_mlp_products(shape: ModelShape, width: int) -> tuple[Product, Product]:
+def make_mlp_products(shape: ModelShape, width: int) -> tuple[LinearShape, LinearShape]:
     """Return gate and up together, and down, of an MLP or an expert that is `width` wide on a rank."""
-    return Product(shape.hidden, 2 * width), Product(width, shape.hidden)
+    return LinearShape(shape.hidden, 2 * width), LinearShape(width, shape.hidden)
 
 
 def _compute_mlp_bytes(
@@ -236,7 +242,7 @@ def compute_outer_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int
     A tied LM head is the embedding, of which the first and the last pipeline stage have one each.
     """
     matrices = shape.has_embedding + shape.has_head
-    if shape.tied:
+    if shape.tie_word_embeddings:
         matrices = min(matrices, 1)
     return (matrices * compute_vocab_rows(shape, layout) + shape.has_head) * shape.hidden * itemsize
 
@@ -247,7 +253,7 @@ def compute_weight_bytes(
     itemsize: int,
     dense: int,
     moe: int,
-    wide: GroupWide = OWN_HEADS,
+    replicated: QueryReplication = OWN_HEADS,
     weights: WeightFormat = UNQUANTISED,
     *,
     ep: str = MOE_EP,
@@ -255,12 +261,12 @@ def compute_weight_bytes(
     """Return the bytes of weights on one rank if `dense` + `moe` distinct layers are held; `itemsize` applies to what
     is not quantised.
     """
-    attention = (dense + moe) * compute_attention_bytes(shape, layout, itemsize, wide, weights)
+    attention = (dense + moe) * compute_attention_bytes(shape, layout, itemsize, replicated, weights)
     mlp = dense * compute_dense_mlp_bytes(shape, layout, itemsize, weights) + moe * compute_moe_bytes(
         shape, layout, itemsize, weights, ep=ep
     )
     indexers = compute_indexer_bytes(shape, dense + moe, itemsize, weights)
-    drafts = compute_draft_bytes(shape, layout, itemsize, wide, weights, ep=ep) if shape.drafts else 0
+    drafts = compute_draft_bytes(shape, layout, itemsize, replicated, weights, ep=ep) if shape.drafts else 0
     return compute_outer_bytes(shape, layout, itemsize) + attention + mlp + indexers + drafts
 
 
@@ -268,7 +274,7 @@ def compute_draft_bytes(
     shape: ModelShape,
     layout: Layout,
     itemsize: int,
-    wide: GroupWide = OWN_HEADS,
+    replicated: QueryReplication = OWN_HEADS,
     weights: WeightFormat = UNQUANTISED,
     *,
     ep: str = MOE_EP,
@@ -277,7 +283,7 @@ def compute_draft_bytes(
     to one, which each rank holds whole, and three norms. Embedding and LM head are the model's.
     """
     return (
-        compute_attention_bytes(shape, layout, itemsize, wide, weights)
+        compute_attention_bytes(shape, layout, itemsize, replicated, weights)
         + compute_moe_bytes(shape, layout, itemsize, weights, ep=ep)
         + compute_indexer_bytes(shape, 1, itemsize, weights)
         + (2 * shape.hidden + 3) * shape.hidden * itemsize
@@ -321,7 +327,7 @@ def compute_window_bytes(
     heads = 0 if shape.gqa else shape.heads // layout.attn_tp
     row = shape.compute_kv_width(layout.attn_tp)
     travels = 2 * row + -(-row // layout.kv_ranks) if layout.kv_ranks > 1 else 0
-    each = 2 * heads * shape.head_width + row
+    each = 2 * heads * shape.qk_head_dim + row
     return tokens * (each * itemsize + travels * (kv_itemsize or itemsize))
 
 
@@ -347,9 +353,9 @@ def compute_prefill_bytes(
     if not shape.experts:
         experts = tokens * 3 * shape.dense_inter // layout.tp
     hidden = (4 * tokens + 3 * rows) * shape.hidden
-    per_head = 3 * shape.head_width + 2 * shape.value
+    per_head = 3 * shape.qk_head_dim + 2 * shape.v_head_dim
     attention = rows * ((shape.q_lora or 0) + 2 * shape.compute_kv_width(layout.attn_tp) + heads * per_head)
-    layer = (experts + hidden + attention) * itemsize + rows * heads * shape.value * FP32
+    layer = (experts + hidden + attention) * itemsize + rows * heads * shape.v_head_dim * FP32
     return window + layer + (layer + 3 * rows * shape.hidden * itemsize if shape.drafts else 0)
 
 
@@ -358,7 +364,7 @@ def compute_min_layers(
     layout: Layout,
     itemsize: int,
     l2_bytes: int,
-    wide: GroupWide = OWN_HEADS,
+    replicated: QueryReplication = OWN_HEADS,
     weights: WeightFormat = UNQUANTISED,
 ) -> Layers:
     """Return the fewest distinct layers with which weights cycle through CACHE_FACTOR × L2 between two uses.
@@ -367,7 +373,7 @@ def compute_min_layers(
     not the experts that routing selects.
     """
     whole = count_all_layers(shape)
-    sure = compute_certain_bytes(shape, layout, itemsize, wide, weights)
+    sure = compute_certain_bytes(shape, layout, itemsize, replicated, weights)
     fewest = max(math.ceil(CACHE_FACTOR * l2_bytes / sure), 1)
     if not whole.moe:
         return whole if shape.experts else Layers(min(fewest, whole.dense), 0)
@@ -375,13 +381,17 @@ def compute_min_layers(
 
 
 def compute_certain_bytes(
-    shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, weights: WeightFormat = UNQUANTISED
+    shape: ModelShape,
+    layout: Layout,
+    itemsize: int,
+    replicated: QueryReplication = OWN_HEADS,
+    weights: WeightFormat = UNQUANTISED,
 ) -> int:
     """Return the bytes of weights that one layer certainly reads in every step: attention and shared expert.
 
     Of a model without experts: attention and MLP.
     """
-    attention = compute_attention_bytes(shape, layout, itemsize, wide, weights)
+    attention = compute_attention_bytes(shape, layout, itemsize, replicated, weights)
     if not shape.experts:
         return attention + compute_dense_mlp_bytes(shape, layout, itemsize, weights)
     return attention + compute_shared_expert_bytes(shape, layout, itemsize, weights)

@@ -13,7 +13,7 @@ from dcpbench.points import axes, names
 from dcpbench.points.axes import Axis, Role
 from dcpbench.points.bounds import Count, Number
 from dcpbench.points.instances import Instances, count_gpus, parse_instances
-from dcpbench.points.layout import GroupWide, Layout, find_ep_degree, format_layout_name
+from dcpbench.points.layout import Layout, QueryReplication, find_ep_degree, format_layout_name
 from dcpbench.points.speculation import make_speculation
 
 if TYPE_CHECKING:
@@ -258,9 +258,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return f"ep{self.ep_degree}" if self.dp <= 1 and self.ep_degree not in (None, 1) else ""
 
     @property
-    def group_wide(self) -> GroupWide:
+    def query_replication(self) -> QueryReplication:
         """Return the projections that each rank holds for all heads of its DCP group."""
-        return GroupWide(query=self.q_replicate, value=self.project_first)
+        return QueryReplication(query=self.q_replicate, value=self.project_first)
 
     @property
     def speculation(self) -> Speculation | None:

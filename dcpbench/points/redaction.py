@@ -81,9 +81,9 @@ def redact_values(value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
     return [redact_values(item) for item in value] if isinstance(value, list) else value
 
 
-def format_command_line(words: Iterable[str]) -> str:
+def format_command_line(argv: Iterable[str]) -> str:
     """Return a command line as it may be recorded and printed: redacted before it is quoted."""
-    return shlex.join(map(redact, words))
+    return shlex.join(map(redact, argv))
 
 
 def register_environment(environment: Mapping[str, str] = os.environ) -> None:
@@ -91,9 +91,9 @@ def register_environment(environment: Mapping[str, str] = os.environ) -> None:
     register_secrets(*(value for name, value in environment.items() if VARIABLE.search(name)))
 
 
-def register_command_line(words: Sequence[str]) -> None:
+def register_command_line(argv: Sequence[str]) -> None:
     """Add the secrets in a command line: values of options, assignments, headers, URLs, JSON, and command lines inside."""
-    register_secrets(*_scan_words(words, MAX_NESTING))
+    register_secrets(*_scan_words(argv, MAX_NESTING))
 
 
 def register_url(url: str) -> None:
@@ -101,9 +101,9 @@ def register_url(url: str) -> None:
     register_secrets(*_scan_url(url))
 
 
-def _scan_words(words: Sequence[str], nesting: int) -> Iterator[str]:
+def _scan_words(argv: Sequence[str], nesting: int) -> Iterator[str]:
     option = ""
-    for word in words:
+    for word in argv:
         if word.startswith("-"):
             name, _, value = word.partition("=")
             option = name.lstrip("-").replace("-", "_")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from dcpbench.models.shapes import Indexer, ModelShape
-    from dcpbench.points.layout import GroupWide, Layout
+    from dcpbench.points.layout import Layout, QueryReplication
     from dcpbench.points.point import Point
 
 LSE_BYTES = 4  # bytes of a log-sum-exp, fp32
@@ -44,7 +44,7 @@ FP4_MATMUL = "matmul_fp4"  # limit of products of fp4 weights
 CANDIDATE_BYTES = 8  # bytes of a rank's logit and token id, or of an indexer's score and token number
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class OperatorCost(msgspec.Struct, frozen=True, kw_only=True):
     """Describe the minimum work of one call for any variant: computed sizes, not what a kernel was observed to do."""
 
     memory_bytes: int = 0  # device memory read and written, in bytes, each byte counted once
@@ -62,12 +62,12 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         return not (self.memory_bytes or self.flops or self.received_bytes or self.barriers)
 
 
-def get_flops_limit(work: Work, limits: Mapping[str, float]) -> str:
+def get_flops_limit(work: OperatorCost, limits: Mapping[str, float]) -> str:
     """Return the name of the limit for the operations on a GPU with these limits, even if the GPU lacks that limit."""
     return work.otherwise if work.otherwise and work.flops_limit not in limits else work.flops_limit
 
 
-def compute_floor_us(work: Work, limits: Mapping[str, float]) -> float | None:
+def compute_floor_us(work: OperatorCost, limits: Mapping[str, float]) -> float | None:
     """Return the minimum time of a call in µs; None if a limit that it needs is unknown, or if it does nothing.
 
     max(memory_bytes / memory, flops / matmul, barriers · barrier + received_bytes / peer), with limits by name: `read`
@@ -92,7 +92,7 @@ def compute_attention_work(
     kv_itemsize: int | None = None,
     row_bytes: int | None = None,
     query_length: int = 1,
-) -> Work:
+) -> OperatorCost:
     """Return the work of decode attention over one rank's KV rows of requests: rows·Q + B·H·(Q + R) numbers, 2·rows·H·(Q + R)
     operations.
 
@@ -104,7 +104,7 @@ def compute_attention_work(
     rows takes longer.
     """
     rows, stored, each = sum(lengths), sum(lengths[query_length - 1 :: query_length]), heads * (width + latent)
-    return Work(
+    return OperatorCost(
         memory_bytes=stored * (row_bytes or width * (kv_itemsize or itemsize)) + len(lengths) * each * itemsize,
         memory_limit="read",
         flops=2 * rows * each,
@@ -113,11 +113,11 @@ def compute_attention_work(
     )
 
 
-def compute_indexer_work(indexer: Indexer, keys: int, scored: int) -> Work:
+def compute_indexer_work(indexer: Indexer, keys: int, scored: int) -> OperatorCost:
     """Return the work of an indexer's scores: `keys` stored keys once, and 2 operations for each number and head of `scored` pairs
     of a query and a key.
     """
-    return Work(
+    return OperatorCost(
         memory_bytes=keys * indexer.key_bytes,
         memory_limit="read",
         flops=2 * scored * indexer.heads * indexer.width,
@@ -126,28 +126,27 @@ def compute_indexer_work(indexer: Indexer, keys: int, scored: int) -> Work:
     )
 
 
-def compute_product_work(product: memory.Product, rows: int, itemsize: int) -> Work:
+def compute_product_work(product: memory.LinearShape, rows: int, itemsize: int) -> OperatorCost:
     """Return the work of a linear layer: its weights, inputs and results once, 2 operations per weight and row."""
     through = rows * product.heads * (product.inputs + product.outputs)
-    return Work(
+    return OperatorCost(
         memory_bytes=(product.elements + through) * itemsize, memory_limit="read", flops=2 * rows * product.elements
     )
 
 
 def compute_expert_work(
-    product: memory.Product,
+    product: memory.LinearShape,
     *,
     gated: bool,
     rows_in: int,
-    rows: int,
-    hit: int,
+    assignments: int,
+    active_experts: int,
     itemsize: int,
     weights: WeightFormat = UNQUANTISED,
-) -> Work:
-    """Return the work of a product of a rank's experts: weights of the `hit` experts that have a row, rows in and
-    results out.
+) -> OperatorCost:
+    """Return the work of a product of a rank's experts: weights of `active_experts` experts, rows in and results out.
 
-    `rows` counts pairs of a token and an expert of this rank. With `gated`, the two halves of the results become one.
+    `assignments` counts pairs of a token and an expert of this rank. With `gated`, the two halves of the results become one.
     With fp8 weights, the rows between both products are fp8 with fp32 scales, too, but the input tokens and the
     final results are not.
     """
@@ -156,17 +155,19 @@ def compute_expert_work(
     between = 1 + SCALE_BYTES / SCALE_BLOCK if stored and weights.name == FP8 else itemsize
     into, out = (itemsize, between) if gated else (between, itemsize)
     limit, otherwise = _choose_limits(weights if stored else UNQUANTISED)
-    through = rows_in * product.inputs * into + rows * (product.outputs // 2 if gated else product.outputs) * out
-    return Work(
-        memory_bytes=round(hit * weight + through),
+    through = rows_in * product.inputs * into + assignments * (product.outputs // 2 if gated else product.outputs) * out
+    return OperatorCost(
+        memory_bytes=round(active_experts * weight + through),
         memory_limit="read",
-        flops=2 * rows * elements,
+        flops=2 * assignments * elements,
         flops_limit=limit,
         otherwise=otherwise,
     )
 
 
-def compute_linear_work(product: memory.Product, rows: int, *, itemsize: int, weights: WeightFormat) -> Work:
+def compute_linear_work(
+    product: memory.LinearShape, rows: int, *, itemsize: int, weights: WeightFormat
+) -> OperatorCost:
     """Return the work of a linear layer with unquantised rows and results, over weights in a format."""
     found = compute_product_work(product, rows, itemsize)
     if not weights.is_quantised:
@@ -183,26 +184,26 @@ def _choose_limits(weights: WeightFormat) -> tuple[str, str]:
     return weights.matmul, "matmul" if weights.matmul == FP4_MATMUL else ""
 
 
-def compute_gather_work(message_bytes: int, ranks: int) -> Work:
+def compute_gather_work(message_bytes: int, ranks: int) -> OperatorCost:
     """Return the work of an all-gather, reduce-scatter or all-to-all: a rank receives (N − 1)/N of the message behind
     one barrier.
     """
     if ranks == 1:
-        return Work()
-    return Work(received_bytes=round((ranks - 1) / ranks * message_bytes), barriers=1)
+        return OperatorCost()
+    return OperatorCost(received_bytes=round((ranks - 1) / ranks * message_bytes), barriers=1)
 
 
-def compute_all_reduce_work(message_bytes: int, ranks: int) -> Work:
+def compute_all_reduce_work(message_bytes: int, ranks: int) -> OperatorCost:
     """Return the work of summing all ranks' messages on all of them: a rank receives 2·(N − 1)/N of the message."""
     return compute_gather_work(2 * message_bytes, ranks)
 
 
-def compute_query_work(batch: int, heads: int, ranks: int, width: int, itemsize: int) -> Work:
+def compute_query_work(batch: int, heads: int, ranks: int, width: int, itemsize: int) -> OperatorCost:
     """Return the work of gathering the queries of a DCP group: (N − 1)/N·B·H·Q numbers behind one barrier."""
     return compute_gather_work(batch * heads * width * itemsize, ranks)
 
 
-def compute_merge_work(batch: int, heads: int, ranks: int, value: int, itemsize: int) -> Work:
+def compute_merge_work(batch: int, heads: int, ranks: int, value: int, itemsize: int) -> OperatorCost:
     """Return the work of receiving partial outputs and lse of a rank's heads: (N − 1)/N·B·H·(R numbers + 4 bytes), one
     barrier.
 
@@ -244,11 +245,11 @@ def estimate_experts_hit(experts: int, top_k: int, tokens: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Routed:
+class ExpertLoad:
     """Describe which part of a layer's routing reaches one rank."""
 
-    hit: int  # number of the rank's experts that have a row
-    rows: int  # number of pairs of a token and one of the rank's experts
+    active_experts: int  # number of the rank's experts that have a row
+    assignments: int  # number of pairs of a token and one of the rank's experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -259,7 +260,7 @@ class Sharding:
     layout: Layout
     itemsize: int
     interleave: int = 1
-    wide: GroupWide = OWN_HEADS
+    replicated: QueryReplication = OWN_HEADS
     weights: WeightFormat = UNQUANTISED  # format of the weights of linear layers and experts
     kv_itemsize: int | None = None  # bytes per number in the KV cache; None if they are those of all other tensors
     pcp: int = 1  # ranks that divide prompts' tokens; attention replicas in `layout` (Layout.spread)
@@ -275,7 +276,7 @@ class Sharding:
             layout=point.layout.spread,
             itemsize=ITEMSIZE[point.dtype],
             interleave=point.interleave,
-            wide=point.group_wide,
+            replicated=point.query_replication,
             ep=point.ep_degree,
             weights=shape.get_weight_format(point.weights_precision),
             routing=point.routing,
@@ -298,7 +299,7 @@ class Sharding:
         """Return True if linear layers and experts multiply fp8 weights, for which rows are quantised."""
         return self.weights.name == FP8
 
-    def get_linear_work(self, product: memory.Product, rows: int, part: str) -> Work:
+    def get_linear_work(self, product: memory.LinearShape, rows: int, part: str) -> OperatorCost:
         """Return the work of a linear layer of one of weight_formats.PARTS."""
         weights = self.weights if part in self.weights.parts else UNQUANTISED
         return compute_linear_work(product, rows, itemsize=self.itemsize, weights=weights)
@@ -313,13 +314,13 @@ class Sharding:
         """Width of an expert on one rank."""
         return self.shape.moe_inter * self.expert_ranks // self.layout.tp
 
-    def count_routed(self, ids: Sequence[int]) -> list[Routed]:
+    def count_expert_loads(self, ids: Sequence[int]) -> list[ExpertLoad]:
         """Return the work of each rank if tokens select these experts, k per token."""
         each = self.shape.experts // self.expert_ranks
         of_rank = [[e for e in ids if e // each == rank] for rank in range(self.expert_ranks)]
-        return [Routed(hit=len(set(found)), rows=len(found)) for found in of_rank]
+        return [ExpertLoad(active_experts=len(set(found)), assignments=len(found)) for found in of_rank]
 
-    def estimate_routed(self, tokens: int) -> Routed:
+    def estimate_expert_load(self, tokens: int) -> ExpertLoad:
         """Return the expected work of a rank if only the number of tokens is known, by the distribution of the routing, the mean of
         all ranks and layers. Without one all experts are equally likely.
         """
@@ -329,7 +330,10 @@ class Sharding:
             from dcpbench.points.expert_choices import load_choices  # numpy, which most commands do without
 
             hit = load_choices(self.routing, self.shape).estimate_hit(tokens)
-        return Routed(hit=round(hit / self.expert_ranks), rows=round(tokens * self.shape.top_k / self.expert_ranks))
+        return ExpertLoad(
+            active_experts=round(hit / self.expert_ranks),
+            assignments=round(tokens * self.shape.top_k / self.expert_ranks),
+        )
 
     def make_draft_layer(self) -> Sharding | None:
         """Return the sharding of the layer that drafts tokens, with embedding and head; None if the model has no such layer."""
@@ -352,7 +356,7 @@ class StepRows:
     sampled: int = 0  # number of rows for which logits are needed
     tokens: int = 0  # number of rows of all replicas together, which share the experts
     idle: int = 0  # number of padding rows among them that go to no expert (engine/serve_engine.py)
-    routing: tuple[tuple[Routed, ...], ...] = ()  # per layer with experts and rank; empty: `estimate_routed` is used
+    routing: tuple[tuple[ExpertLoad, ...], ...] = ()  # per layer with experts and rank; empty: `estimate_expert_load`
 
     @property
     def rows(self) -> int:
@@ -390,15 +394,15 @@ def compute_step_floors(sharding: Sharding, step: StepRows, limits: Mapping[str,
     layer, as its measured time does. Without known routing all ranks have the same work.
     """
     found: dict[str, float] = {}
-    for phase, times, work in iter_phase_works(sharding, step):
+    for phase, calls_per_step, work in iter_phase_works(sharding, step):
         if work.is_empty:
             continue
         us = compute_floor_us(work, limits)
         if us is None:
             return None
-        found[phase] = found.get(phase, 0.0) + times * us
+        found[phase] = found.get(phase, 0.0) + calls_per_step * us
     for layer in step.routing:
-        waits = [_compute_experts_us(sharding, step, routed, limits) for routed in layer]
+        waits = [_compute_experts_us(sharding, step, load, limits) for load in layer]
         if max(waits) > waits[0]:
             found["mlp_reduce"] = found.get("mlp_reduce", 0.0) + max(waits) - waits[0]
     return found
@@ -406,8 +410,10 @@ def compute_step_floors(sharding: Sharding, step: StepRows, limits: Mapping[str,
 
 def compute_local_us(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> float:
     """Return the floor of a step in µs without calls between ranks; work with an unknown limit takes no time."""
-    works = ((times, work) for _, times, work in iter_phase_works(sharding, step) if not work.barriers)
-    return sum(times * (compute_floor_us(work, limits) or 0.0) for times, work in works)
+    works = (
+        (calls_per_step, work) for _, calls_per_step, work in iter_phase_works(sharding, step) if not work.barriers
+    )
+    return sum(calls_per_step * (compute_floor_us(work, limits) or 0.0) for calls_per_step, work in works)
 
 
 def compute_step_matmul_s(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> float | None:
@@ -417,8 +423,8 @@ def compute_step_matmul_s(sharding: Sharding, step: StepRows, limits: Mapping[st
     Counted are all linear layers, experts and attention. Return None if a rate is unknown.
     """
     works = [
-        (times * work.flops, get_flops_limit(work, limits))
-        for _, times, work in iter_phase_works(sharding, step)
+        (calls_per_step * work.flops, get_flops_limit(work, limits))
+        for _, calls_per_step, work in iter_phase_works(sharding, step)
         if work.flops
     ]
     if any(limit not in limits for _, limit in works):
@@ -426,7 +432,7 @@ def compute_step_matmul_s(sharding: Sharding, step: StepRows, limits: Mapping[st
     return sum(flops / limits[limit] for flops, limit in works)
 
 
-def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, int, Work]]:
+def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, int, OperatorCost]]:
     """Yield (phase, number of calls in a step, the work of an operator) for rank 0."""
     s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
     hidden_bytes = s.hidden * itemsize
@@ -434,22 +440,22 @@ def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, 
     rows = step.rows
     reduced = compute_all_reduce_work(rows * hidden_bytes, layout.attn_tp)
     if s.has_embedding:
-        yield "embed", 1, Work(memory_bytes=2 * rows * hidden_bytes)
+        yield "embed", 1, OperatorCost(memory_bytes=2 * rows * hidden_bytes)
         yield "embed", 1, reduced
     # The first reads the residual alone, the one behind the last layer belongs to the LM head.
-    yield "norm", 2 * s.layers - 1, Work(memory_bytes=4 * rows * hidden_bytes)
-    yield "norm", 1, Work(memory_bytes=2 * rows * hidden_bytes)
+    yield "norm", 2 * s.layers - 1, OperatorCost(memory_bytes=4 * rows * hidden_bytes)
+    yield "norm", 1, OperatorCost(memory_bytes=2 * rows * hidden_bytes)
     if sharding.drafts:
-        yield "qkv_proj", 1, compute_product_work(memory.Product(2 * s.hidden, s.hidden), rows, itemsize)
+        yield "qkv_proj", 1, compute_product_work(memory.LinearShape(2 * s.hidden, s.hidden), rows, itemsize)
     for phase, work in _iter_projection_works(sharding, step):
         yield phase, s.layers, work
     for phase, work in _iter_indexer_works(sharding, step):
         yield phase, s.indexer.layers if s.indexer else 0, work
-    for window, times in _count_window_layers(s):
+    for window, calls_per_step in _count_window_layers(s):
         for phase, work in itertools.chain(
             _iter_attention_works(sharding, step, window), _iter_prefill_works(sharding, step, window)
         ):
-            yield phase, times, work
+            yield phase, calls_per_step, work
     yield "attn_reduce", s.layers, reduced
     yield "dp_gather", s.layers, compute_gather_work(step.tokens * hidden_bytes, layout.dp)
     for product in memory.make_mlp_products(s, s.dense_inter // layout.tp):
@@ -459,7 +465,7 @@ def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, 
     yield "mlp_reduce", s.layers, reduced
     if not s.has_head:
         return
-    head = memory.Product(s.hidden, memory.compute_vocab_rows(s, layout))
+    head = memory.LinearShape(s.hidden, memory.compute_vocab_rows(s, layout))
     yield "lm_head", 1, compute_product_work(head, step.sampled, itemsize)
     yield "lm_head", 1, compute_gather_work(step.sampled * CANDIDATE_BYTES * layout.attn_tp, layout.attn_tp)
 
@@ -471,29 +477,29 @@ def _count_window_layers(shape: ModelShape) -> list[tuple[int | None, int]]:
     return [(None, shape.layers - shape.gqa.window_layers), (shape.gqa.window, shape.gqa.window_layers)]
 
 
-def _iter_projection_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
+def _iter_projection_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, OperatorCost]]:
     """Yield the work of one layer's projections, and of writing the new KV rows."""
-    s, layout, itemsize, wide = sharding.shape, sharding.layout, sharding.itemsize, sharding.wide
-    products = memory.make_attention_products(s, layout, wide)
+    s, layout, itemsize, replicated = sharding.shape, sharding.layout, sharding.itemsize, sharding.replicated
+    products = memory.make_attention_products(s, layout, replicated)
     absorbed = functools.partial(compute_product_work, itemsize=itemsize)
     decodes = step.decode_rows
     for name in ("qkv", "qkv_a", "q_b"):
         if name in products:
             yield "qkv_proj", sharding.get_linear_work(products[name], step.rows, memory.ATTENTION_PARTS[name])
-    yield "kv_write", Work(memory_bytes=step.rows * (sharding.row_width * itemsize + sharding.row_bytes))
+    yield "kv_write", OperatorCost(memory_bytes=step.rows * (sharding.row_width * itemsize + sharding.row_bytes))
     yield "o_proj", sharding.get_linear_work(products["o"], step.rows, O)
     if decodes and "w_uk" in products:
         yield "qkv_proj", absorbed(products["w_uk"], decodes)
         yield "o_proj", absorbed(products["w_uv"], decodes)
 
 
-def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None) -> Iterator[tuple[str, Work]]:
+def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None) -> Iterator[tuple[str, OperatorCost]]:
     """Yield the work of one layer's decode attention, with the exchange around it."""
-    s, layout, itemsize, wide = sharding.shape, sharding.layout, sharding.itemsize, sharding.wide
+    s, layout, itemsize, replicated = sharding.shape, sharding.layout, sharding.itemsize, sharding.replicated
     decodes, heads = step.decode_rows, s.heads // layout.attn_tp * layout.dcp
     if not decodes:
         return
-    if not wide.query:
+    if not replicated.query:
         yield "q_gather", compute_query_work(decodes, heads, layout.dcp, s.query_width, itemsize)
     most = window or (s.indexer.top_k if s.indexer else None)
     rows = (max(n - back, 1) for n in step.decodes for back in range(step.queries)[::-1])
@@ -512,7 +518,7 @@ def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None
             step.queries,
         ),
     )
-    value = s.value if wide.value else s.output_width
+    value = s.v_head_dim if replicated.value else s.output_width
     if layout.shared_kv > 1:
         yield "merge", compute_all_reduce_work(decodes * heads * value * itemsize, layout.kv_ranks)
         yield "merge", compute_gather_work(layout.kv_ranks * decodes * heads * LSE_BYTES, layout.kv_ranks)
@@ -520,7 +526,7 @@ def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None
         yield "merge", compute_merge_work(decodes, heads, layout.dcp, value, itemsize)
 
 
-def _iter_indexer_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
+def _iter_indexer_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, OperatorCost]]:
     """Yield the work of one indexer: projections, and a score of each stored token and head, at the fp8 rate.
 
     Over N ranks of DCP a rank has the keys of its own tokens. Of decodes it scores those, and the ranks exchange their best; for
@@ -535,7 +541,7 @@ def _iter_indexer_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[st
     local_keys = [compute_local_length(n, 0, ranks, sharding.interleave) for n in step.decodes]
     keys = sum(local_keys)
     received = compute_candidate_bytes(indexer, local_keys * step.queries, ranks)
-    yield "q_gather", Work(received_bytes=received, barriers=1) if received else Work()
+    yield "q_gather", OperatorCost(received_bytes=received, barriers=1) if received else OperatorCost()
     yield "prefix_gather", compute_gather_work(sum(p for _, p in step.chunks) * indexer.key_bytes, ranks)
     pairs = sum(_count_pairs(n, p, None) for n, p in step.chunks)
     for phase, read, scored in (
@@ -556,7 +562,7 @@ def _count_pairs(tokens: int, stored: int, window: int | None) -> int:
     return beyond * window + before * stored + before * (before + 1) // 2
 
 
-def _iter_prefill_works(sharding: Sharding, step: StepRows, window: int | None) -> Iterator[tuple[str, Work]]:
+def _iter_prefill_works(sharding: Sharding, step: StepRows, window: int | None) -> Iterator[tuple[str, OperatorCost]]:
     """Yield the work of one layer's attention of chunks: n tokens behind p stored ones, with keys and values of this
     rank's heads.
 
@@ -571,14 +577,21 @@ def _iter_prefill_works(sharding: Sharding, step: StepRows, window: int | None) 
     tokens = sum(n for n, _ in step.chunks)
     stored = sum(p if window is None else min(p, window) for _, p in step.chunks)
     pairs = sum(_count_pairs(n, p, window or (s.indexer.top_k if s.indexer else None)) for n, p in step.chunks)
-    weights = s.latent * heads * (s.nope + s.value)
-    numbers = tokens * sharding.row_width + weights + tokens * heads * (s.nope + s.rope + s.value)
-    decompressed, attended = (tokens + stored) * weights, pairs * heads * (s.nope + s.rope + s.value)
+    weights = s.latent * heads * (s.qk_nope_head_dim + s.v_head_dim)
+    numbers = (
+        tokens * sharding.row_width
+        + weights
+        + tokens * heads * (s.qk_nope_head_dim + s.qk_rope_head_dim + s.v_head_dim)
+    )
+    decompressed, attended = (
+        (tokens + stored) * weights,
+        pairs * heads * (s.qk_nope_head_dim + s.qk_rope_head_dim + s.v_head_dim),
+    )
     yield "prefix_gather", compute_gather_work(stored * sharding.row_bytes, layout.kv_ranks)
     yield "prefix_gather", compute_gather_work(sharding.pcp * tokens * sharding.row_width * itemsize, sharding.pcp)
     yield (
         "prefill",
-        Work(
+        OperatorCost(
             memory_bytes=numbers * itemsize + stored * sharding.row_bytes,
             memory_limit="read",
             flops=2 * (decompressed + attended),
@@ -586,36 +599,36 @@ def _iter_prefill_works(sharding: Sharding, step: StepRows, window: int | None) 
     )
 
 
-def _iter_moe_works(sharding: Sharding, step: StepRows, layers: int) -> Iterator[tuple[str, int, Work]]:
+def _iter_moe_works(sharding: Sharding, step: StepRows, layers: int) -> Iterator[tuple[str, int, OperatorCost]]:
     """Yield the work of the router, the shared expert and rank 0's experts, for all layers that have them."""
     if not sharding.shape.experts:
         return
     s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
-    yield "moe", layers, compute_product_work(memory.Product(s.hidden, s.experts), step.tokens, itemsize)
+    yield "moe", layers, compute_product_work(memory.LinearShape(s.hidden, s.experts), step.tokens, itemsize)
     if s.shared_experts:
         for product in memory.make_mlp_products(s, s.shared_experts * s.moe_inter // layout.tp):
             yield "moe", layers, sharding.get_linear_work(product, step.tokens, SHARED)
-    routing = [(1, layer[0]) for layer in step.routing] or [(layers, sharding.estimate_routed(step.live))]
-    for times, routed in routing:
-        for work in iter_expert_works(sharding, step, routed):
-            yield "moe", times, work
+    routing = [(1, layer[0]) for layer in step.routing] or [(layers, sharding.estimate_expert_load(step.live))]
+    for calls_per_step, load in routing:
+        for work in iter_expert_works(sharding, step, load):
+            yield "moe", calls_per_step, work
 
 
-def iter_expert_works(sharding: Sharding, step: StepRows, routed: Routed) -> Iterator[Work]:
+def iter_expert_works(sharding: Sharding, step: StepRows, load: ExpertLoad) -> Iterator[OperatorCost]:
     """Yield the work of both products of a rank's experts in one layer."""
     for number, product in enumerate(memory.make_mlp_products(sharding.shape, sharding.expert_width)):
         gated = number == 0
-        rows_in = min(step.live, routed.rows) if gated else routed.rows
+        rows_in = min(step.live, load.assignments) if gated else load.assignments
         yield compute_expert_work(
             product,
             gated=gated,
             rows_in=rows_in,
-            rows=routed.rows,
-            hit=routed.hit,
+            assignments=load.assignments,
+            active_experts=load.active_experts,
             itemsize=sharding.itemsize,
             weights=sharding.weights,
         )
 
 
-def _compute_experts_us(sharding: Sharding, step: StepRows, routed: Routed, limits: Mapping[str, float]) -> float:
-    return sum(compute_floor_us(work, limits) or 0.0 for work in iter_expert_works(sharding, step, routed))
+def _compute_experts_us(sharding: Sharding, step: StepRows, load: ExpertLoad, limits: Mapping[str, float]) -> float:
+    return sum(compute_floor_us(work, limits) or 0.0 for work in iter_expert_works(sharding, step, load))

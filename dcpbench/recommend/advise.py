@@ -233,17 +233,17 @@ def _add_estimates(query: Query, drafts: Sequence[_Draft], steps: Steps, watch: 
 def _finish_choice(query: Query, draft: _Draft, steps: Steps) -> Choice:
     """Return the choice with estimates corrected by records, in order."""
     best = {who: _drop_layers_held(query, f) for who, f in _apply_records(query, draft.best, steps).items()}
-    misses = {f.who: missed for f in best.values() if (missed := f.list_missed(query.slo))}
+    misses = {f.label: missed for f in best.values() if (missed := f.list_missed(query.slo))}
     requests, lengths = _format_load(draft.concurrency, draft.context, draft.load)
     return Choice(
         requests=requests,
         lengths=lengths,
         concurrency=draft.concurrency,
-        forecasts=sorted(best.values(), key=lambda f: (bool(misses.get(f.who)), -compute_tok_s_per_gpu(f))),
+        forecasts=sorted(best.values(), key=lambda f: (bool(misses.get(f.label)), -compute_tok_s_per_gpu(f))),
         misses=misses,
         refused=draft.refused,
         refused_points={who: draft.points[who] for who in draft.refused},
-        capacities=draft.capacities | {f.who: draft.capacities[who] for who, f in best.items()},
+        capacities=draft.capacities | {f.label: draft.capacities[who] for who, f in best.items()},
         short=draft.short,
         runs=draft.runs,
     )
@@ -289,14 +289,14 @@ def find_nearest(
     load = (point.concurrency, point.context, point.load)
     points = [_make_point(query, point.layout, exchange, point.ep, *load) for exchange in exchanges]
     names = {forecast.format_point(point) for point in points}
-    if ran := [f for f in choice.runs if f.who in names]:
+    if ran := [f for f in choice.runs if f.label in names]:
         return min(ran, key=lambda f: (SOURCES.index(f.source), -f.tok_s))
     try:
         found = _estimate_point(query, _find_quickest(query, points, steps), steps)
     except UsageError:
         return None
-    others = {f.who: f for f in choice.forecasts if f.source != ESTIMATED}
-    return _apply_records(query, others | {found.who: found}, steps)[found.who]
+    others = {f.label: f for f in choice.forecasts if f.source != ESTIMATED}
+    return _apply_records(query, others | {found.label: found}, steps)[found.label]
 
 
 def _estimate_point(query: Query, point: Point, steps: Steps, watch: Watch = lambda _: None) -> Forecast:
@@ -315,8 +315,8 @@ def _find_quickest(query: Query, points: Sequence[Point], steps: Steps) -> Point
     reason = ""
     for point in points:
         try:
-            of = forecast.Estimator(point, query.machine, steps.terms, query.micro_batches)
-            known[of.estimate_ms(of.make_decode_rows(point.concurrency, point.context))] = point
+            estimator = forecast.Estimator(point, query.machine, steps.terms, query.micro_batches)
+            known[estimator.estimate_ms(estimator.make_decode_rows(point.concurrency, point.context))] = point
         except UsageError as e:
             reason = str(e)
     if not known:

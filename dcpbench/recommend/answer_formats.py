@@ -149,15 +149,15 @@ def _format_gpus(query: Query) -> str:
 def _format_choice(choice: Choice) -> str:
     """Return `take tp8·dcp8 (a2a)`, with what decides it, or the two layouts between which a measurement decides."""
     if not choice.meets:
-        return f"no layout meets the SLO, nearest is {format_list([f.who for f in choice.level[:MAX_NAMED]], 'or')}"
+        return f"no layout meets the SLO, nearest is {format_list([f.label for f in choice.level[:MAX_NAMED]], 'or')}"
     assert choice.best is not None
     if not choice.decided:
         first, second = choice.tied[:2]
         more = len(choice.tied) - 2
         rest = f" ({more} more {'is' if more == 1 else 'are'} level with both)" if more else ""
-        return f"{first.who} or {second.who}{rest}, between which only a measurement decides"
-    text = f"take {format_taken([choice.best.who])}"
-    others = [f.who for f in choice.level if f is not choice.best]
+        return f"{first.label} or {second.label}{rest}, between which only a measurement decides"
+    text = f"take {format_taken([choice.best.label])}"
+    others = [f.label for f in choice.level if f is not choice.best]
     if not others:
         return text
     return f"{text}, which is level with {_format_names(others)} in output and has more KV capacity"
@@ -168,7 +168,9 @@ def format_details(query: Query, choice: Choice) -> list[str]:
     best, behind = choice.best, choice.next
     if best is None:
         return []
-    sentences = [f"{best.who}: {numbers.format_tok_s(best.tok_s, *best.band)}{_format_capacity(choice, best)}."]
+    sentences = [
+        f"{best.label}: {numbers.format_tok_s(best.tok_s, *best.output_bounds_tok_s)}{_format_capacity(choice, best)}."
+    ]
     if behind is not None:
         lead = compute_tok_s_per_gpu(best) / compute_tok_s_per_gpu(behind) - 1
         needed = compute_margin(best, behind)
@@ -177,8 +179,8 @@ def format_details(query: Query, choice: Choice) -> list[str]:
         level = "" if is_ahead(best, behind) or is_ahead(behind, best) else ": they are level"
         holds = capacity.removeprefix(", ") if (capacity := _format_capacity(choice, behind)) else ""
         sentences.append(
-            f"Its output per GPU differs from that of the next layout, {behind.who}, by {sign}{format_percent(abs(lead))} {known}{level}."
-            + (f" {behind.who} has {holds}." if holds else "")
+            f"Its output per GPU differs from that of the next layout, {behind.label}, by {sign}{format_percent(abs(lead))} {known}{level}."
+            + (f" {behind.label} has {holds}." if holds else "")
         )
     if choice.gain is not None:
         sentences.append(choice.gain.format())
@@ -201,7 +203,7 @@ def _format_deciding_command(query: Query, choice: Choice) -> str:
 
 def _format_capacity(choice: Choice, of: Forecast) -> str:
     """Return how many requests of a load a layout's KV cache holds; empty if that is unknown."""
-    capacity = choice.capacities.get(of.who)
+    capacity = choice.capacities.get(of.label)
     if capacity is None or capacity.requests is None:
         return ""
     return f", KV for {capacity.requests:,} requests of {of.point.context:,} tokens"
@@ -423,7 +425,7 @@ def describe_latencies(forecasts: Sequence[Forecast]) -> list[str]:
             "E2EL have no bands, even where an objective limits them."
         )
     ]
-    if without := list(dict.fromkeys(f.who for f in estimates if f.itl_band is None)):
+    if without := list(dict.fromkeys(f.label for f in estimates if f.itl_bounds_ms is None)):
         limit = latency_bands.compute_max_sure_share(cases)
         sentences.append(
             f"No ITL is estimated for {format_list(without)}: at least {format_percent(limit)} of the gaps between their tokens contain a step with "
@@ -435,7 +437,7 @@ def describe_latencies(forecasts: Sequence[Forecast]) -> list[str]:
 def _format_energy(choices: Sequence[Choice]) -> str:
     """Return the measured energy per token in J of the best of each load, or that none was measured."""
     known = [
-        f"{f.who} {format_number(f.joules_per_token)} at {choice.name}"
+        f"{f.label} {format_number(f.joules_per_token)} at {choice.name}"
         for choice in choices
         for f in sorted(choice.forecasts, key=lambda f: f.joules_per_token or math.inf)
         if f.joules_per_token
@@ -460,7 +462,7 @@ def list_recommended(choices: Sequence[Choice]) -> list[tuple[Choice, Forecast]]
     found: dict[str, tuple[Choice, Forecast]] = {}
     for choice in choices:
         for best in choice.tied[: 2 if choice.meets else 1]:
-            found.setdefault(best.who, (choice, best))
+            found.setdefault(best.label, (choice, best))
     return list(found.values())
 
 
@@ -472,8 +474,8 @@ def explain_start(start: Start) -> str:
     if start.nearest is None:
         return f"{name} has no {parts}, and no similar configuration that {name} can run was forecast, so there is no command for it."
     of = start.nearest
-    rate = numbers.format_tok_s(of.tok_s, *of.band)
-    return f"{name} has no {parts}. The nearest that it can run is {of.who}, {rate} at {start.load} ({of.origin}):"
+    rate = numbers.format_tok_s(of.tok_s, *of.output_bounds_tok_s)
+    return f"{name} has no {parts}. The nearest that it can run is {of.label}, {rate} at {start.load} ({of.origin}):"
 
 
 def list_refused(choices: Sequence[Choice]) -> list[str]:
@@ -515,11 +517,11 @@ def convert_to_json(
             {
                 "load": choice.name,
                 "concurrency": choice.concurrency,
-                "best": choice.best.who if choice.best else None,
+                "best": choice.best.label if choice.best else None,
                 "decided": choice.decided,
-                "level": [f.who for f in choice.level],
+                "level": [f.label for f in choice.level],
                 "meets_slo": choice.meets,
-                "undecided_between": [f.who for f in choice.tied[:2]] if not choice.decided else [],
+                "undecided_between": [f.label for f in choice.tied[:2]] if not choice.decided else [],
                 "command_that_decides": _format_deciding_command(query, choice),
                 "gain_by_cause": msgspec.to_builtins(choice.gain),
                 "rows": [_make_row_json(query, choice, row, flags) for row in list_rows(choice)],
@@ -564,23 +566,23 @@ def _make_row_json(query: Query, choice: Choice, row: Row, flags: Flags) -> dict
     if f is None:
         return found
     objectives = [dataclasses.asdict(judged) | {"met": judged.met} for judged in f.judge(query.slo)]
-    return found | _make_forecast_json(query, f) | {"misses": choice.misses.get(f.who, []), "objectives": objectives}
+    return found | _make_forecast_json(query, f) | {"misses": choice.misses.get(f.label, []), "objectives": objectives}
 
 
 def _make_forecast_json(query: Query, f: Forecast) -> dict[str, Any]:
     cost = compute_price(query.price, f) if query.price is not None else None
     return {
-        "layout": f.who,
+        "layout": f.label,
         "gpus": f.point.gpus,
         "source": f.source,
         "corrected_by": f.factor,
         "basis": f.basis,
         "engine": f.engine,
-        "output_tok_s": dict(zip(("mean", "low", "high"), (f.tok_s, *f.band), strict=True)),
+        "output_tok_s": dict(zip(("mean", "low", "high"), (f.tok_s, *f.output_bounds_tok_s), strict=True)),
         "output_tok_s_per_gpu": compute_tok_s_per_gpu(f),
         **{f"{name}_ms": msgspec.to_builtins(getattr(f, f"{name}_ms")) for name in OBJECTIVES},
-        "ttft_p50_ms_band": f.ttft_band,
-        "itl_p50_ms_band": f.itl_band,
+        "ttft_p50_ms_band": f.ttft_bounds_ms,
+        "itl_p50_ms_band": f.itl_bounds_ms,
         "bubble_share": f.bubble_share,
         "joules_per_token": f.joules_per_token,
         "dollars_per_million_output_tokens": None
@@ -712,8 +714,8 @@ def draw_picture(query: Query, choices: Sequence[Choice], path: Path) -> None:
         for ax in panels[len(groups) :]:
             ax.set_visible(False)
         for ax, (name, group) in zip(panels, groups.items(), strict=False):
-            for who in dict.fromkeys(f.who for choice in group for f in choice.forecasts):
-                seen = [(c.concurrency, f) for c in group for f in c.forecasts if f.who == who]
+            for who in dict.fromkeys(f.label for choice in group for f in choice.forecasts):
+                seen = [(c.concurrency, f) for c in group for f in c.forecasts if f.label == who]
                 handles[who] = _draw_line(ax, sorted(seen, key=lambda pair: pair[0]), looks[who])
             set_measured_ticks(ax, [c.concurrency for c in group])
             ax.set_title(name)
@@ -739,9 +741,9 @@ def _choose_styles(forecasts: Sequence[Forecast]) -> dict[str, dict[str, str]]:
     places: dict[Degrees, int] = {}
     for f in forecasts:
         degrees = Degrees(f.point.tp, f.point.dp, f.point.dcp)
-        if f.who not in found:
+        if f.label not in found:
             place = places.setdefault(degrees, find_marker_index(degrees))
-            found[f.who] = {"color": get_colours(degrees)[0], "marker": get_marker(place), "label": f.who}
+            found[f.label] = {"color": get_colours(degrees)[0], "marker": get_marker(place), "label": f.label}
             places[degrees] = place + 1
     return found
 
@@ -759,7 +761,7 @@ def _draw_line(ax: Axes, seen: Sequence[tuple[int, Forecast]], look: Mapping[str
         ax.plot(
             [x], [compute_tok_s_per_gpu(f)], color=colour, marker=look["marker"], markerfacecolor=face, linestyle=""
         )
-    low, high = zip(*(f.band for _, f in seen), strict=True)
+    low, high = zip(*(f.output_bounds_tok_s for _, f in seen), strict=True)
     gpus = seen[0][1].point.gpus
     ax.fill_between(
         [x for x, _ in seen], [n / gpus for n in low], [n / gpus for n in high], color=colour, alpha=0.08, linewidth=0

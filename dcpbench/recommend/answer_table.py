@@ -78,10 +78,10 @@ def list_rows(choice: Choice) -> list[Row]:
     level = choice.level
     rows = [
         Row(
-            layout=f.who,
+            layout=f.label,
             point=f.point,
             forecast=f,
-            capacity=choice.capacities.get(f.who),
+            capacity=choice.capacities.get(f.label),
             recommended=f in recommended[:2],
             level=len(level) > 1 and f in level,
         )
@@ -108,13 +108,13 @@ def format_row(query: Query, choice: Choice, row: Row) -> list[str]:
     f, capacity = row.forecast, row.capacity
     cells = [f"{mark}{row.layout}", row.experts]
     cells += [
-        "" if f is None else numbers.format_tok_s(f.tok_s, *f.band, unit=""),
+        "" if f is None else numbers.format_tok_s(f.tok_s, *f.output_bounds_tok_s, unit=""),
         "" if f is None else format_number(compute_tok_s_per_gpu(f), 3),
     ]
     if not _is_decode_only(query):
-        cells.append("" if f is None else _format_seconds(f.ttft_ms.p50, f.ttft_band))
+        cells.append("" if f is None else _format_seconds(f.ttft_ms.p50, f.ttft_bounds_ms))
     cells += [
-        "" if f is None else format_p50(f.itl_ms.p50, f.itl_band),
+        "" if f is None else format_p50(f.itl_ms.p50, f.itl_bounds_ms),
         *(_format_drafted(f) if query.mtp else ()),
         ABSENT if capacity is None or capacity.kv_tokens is None else f"{capacity.kv_tokens:,}",
         ABSENT if capacity is None or capacity.requests is None else f"{capacity.requests:,}",
@@ -188,7 +188,7 @@ def _format_fit(choice: Choice, row: Row) -> str:
 
 def _format_objectives(query: Query, choice: Choice, f: Forecast) -> str:
     """Return the objectives that a layout misses or meets, with the percentile that was judged."""
-    if missed := choice.misses.get(f.who):
+    if missed := choice.misses.get(f.label):
         return f"misses {', '.join(missed)}"
     return f"meets {format_list([judged.format() for judged in f.judge(query.slo)])}"
 

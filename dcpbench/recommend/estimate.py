@@ -95,7 +95,7 @@ def compute_terms(
     """Return the µs of each of TERMS before fitting; None if `rates` lack one that the step needs. Raise as `predict_calls` does."""
     found = dict.fromkeys(TERMS, 0.0)
     part_of = {phase: part for part, phases in PARTS.items() for phase in phases}
-    for phase, times, work in iter_phase_works(sharding, rows):
+    for phase, calls_per_step, work in iter_phase_works(sharding, rows):
         if work.is_empty or work.barriers:
             continue
         us = compute_floor_us(work, rates)
@@ -103,7 +103,7 @@ def compute_terms(
             return None
         part = FP8_ATTENTION if phase == ATTENTION and sharding.kv_itemsize == 1 else part_of[phase]
         multiplies = work.flops and work.flops / rates[get_flops_limit(work, rates)] * 1e6 >= us
-        found[MULTIPLIED.get(part, part) if multiplies else part] += times * us
+        found[MULTIPLIED.get(part, part) if multiplies else part] += calls_per_step * us
     found[LAUNCH] = float(sharding.shape.layers)
     found[QUANTISING] = float(sharding.shape.layers if sharding.in_fp8 else 0)
     found[WAITING] = compute_waiting_us(sharding, rows.live, rates)

@@ -64,7 +64,7 @@ MEASURED, REPLAYED, EMULATED, ESTIMATED = SOURCES = ("measured", "replayed", "em
 PERCENTILES = ("p50", "p90", "p95", "p99")
 
 NONE = Percentiles()  # of a latency that is not known
-Ends = tuple[float, float]  # low and high, in ms
+Bounds = tuple[float, float]  # low and high, in ms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,26 +80,26 @@ class Forecast:
     high: float  # upper end of output tok/s: the interval of a record, the band of an estimate
     comm_errors: dict[str, float] = dataclasses.field(default_factory=dict)  # band's part from links, by kind of call
     ratio_error: float = 0.0  # remaining relative error of the ratio of two such figures
-    factor: float | None = None  # that corrected an estimate: records of other layouts over their estimates
+    factor: float | None = None  # correction of an estimate: records of other layouts over their estimates
     ttft_ms: Percentiles = NONE
     itl_ms: Percentiles = NONE
     tpot_ms: Percentiles = NONE
     e2el_ms: Percentiles = NONE
     preemptions: int | None = None
     joules_per_token: float | None = None  # energy per token of a record, if it has any
-    launch_band: float | None = REPEATS_AGREE_WITHIN  # share by which another launch may differ; None if not known
-    ttft_band: Ends | None = None  # ends of the TTFT p50, in ms; None if it was measured, or if its error is unknown
-    itl_band: Ends | None = None  # the same for the ITL p50
-    bubble_share: float | None = None  # of a decode round, in which the mean pipeline stage waits; None without stages
-    mixed_share: float | None = None  # of an estimate's gaps between tokens, how many have prompts in their step
+    launch_spread: float | None = REPEATS_AGREE_WITHIN  # share by which another launch may differ; None if not known
+    ttft_bounds_ms: Bounds | None = None  # bounds of the TTFT p50; None if measured, or of unknown error
+    itl_bounds_ms: Bounds | None = None  # bounds of the ITL p50
+    bubble_share: float | None = None  # share of a decode round that the mean pipeline stage waits; None without stages
+    mixed_share: float | None = None  # share of an estimate's gaps between tokens with prompts in their step
     layers_held: tuple[int, int] | None = (
         None  # (layers in memory, layers of the model) if the whole model does not fit
     )
 
     @property
-    def band(self) -> tuple[float, float]:
+    def output_bounds_tok_s(self) -> tuple[float, float]:
         """Return the ends of the output: its own interval, widened to the difference between launches if that is known."""
-        repeats = 1 + (self.launch_band or 0.0)
+        repeats = 1 + (self.launch_spread or 0.0)
         return min(self.low, self.tok_s / repeats), max(self.high, self.tok_s * repeats)
 
     @property
@@ -108,7 +108,7 @@ class Forecast:
         return ", ".join(filter(None, (self.source, "" if self.factor is None else "corrected", self.engine)))
 
     @property
-    def who(self) -> str:
+    def label(self) -> str:
         """Return the name of the point, as format_point formats it."""
         return format_point(self.point)
 
@@ -128,16 +128,16 @@ def format_point(point: Point) -> str:
     return point.layout_name + (f" ({details})" if details else "")
 
 
-def from_record(record: Record, run: str, launch_band: float | None = REPEATS_AGREE_WITHIN) -> Forecast:
+def from_record(record: Record, run: str, launch_spread: float | None = REPEATS_AGREE_WITHIN) -> Forecast:
     """Return the forecast of a point that ran; raise UsageError for one without an output rate."""
     point = record.point
-    ends = {f"{name}_band": _find_emulated_ends(record, name) for name in ("ttft", "itl")}
+    ends = {f"{name}_bounds_ms": _find_emulated_ends(record, name) for name in ("ttft", "itl")}
     common: dict[str, Any] = {
         "point": point,
         "source": EMULATED if point.emulate else REPLAYED if point.load and point.load.mode == "replay" else MEASURED,
         "basis": run,
         "engine": _find_engine(record),
-        "launch_band": launch_band,
+        "launch_spread": launch_spread,
         "joules_per_token": METRIC["joules_per_token"].get_value(record),
         "layers_held": _find_layers_held(record.conditions),
     }
@@ -164,7 +164,7 @@ def _find_engine(record: Record) -> str:
     return origin.label if origin.engine else ""
 
 
-def _find_emulated_ends(record: Record, metric: str) -> Ends | None:
+def _find_emulated_ends(record: Record, metric: str) -> Bounds | None:
     """Return the ends of a p50 that one rank was emulated for; None if it was measured, and in records without ends."""
     low, high = (getattr(record.emulated, f"{metric}_p50_ms_{end}", None) for end in ("low", "high"))
     return None if low is None or high is None else (low, high)
@@ -177,14 +177,14 @@ def _find_layers_held(conditions: Conditions | None) -> tuple[int, int] | None:
     return conditions.layers_held, conditions.layers
 
 
-def _make_latencies(of: ServeMetrics | Forecast, times: float = 1.0) -> dict[str, Any]:
-    """Return the latencies of OBJECTIVES, each multiplied by `times`."""
-    return {f"{name}_ms": _make_percentiles(getattr(of, f"{name}_ms"), times) for name in OBJECTIVES}
+def _make_latencies(of: ServeMetrics | Forecast, scale: float = 1.0) -> dict[str, Any]:
+    """Return the latencies of OBJECTIVES, each multiplied by `scale`."""
+    return {f"{name}_ms": _make_percentiles(getattr(of, f"{name}_ms"), scale) for name in OBJECTIVES}
 
 
-def _make_percentiles(of: Percentiles, times: float) -> Percentiles:
+def _make_percentiles(of: Percentiles, scale: float) -> Percentiles:
     known = {name: getattr(of, name) for name in PERCENTILES}
-    return Percentiles(samples=of.samples, **{name: None if ms is None else ms * times for name, ms in known.items()})
+    return Percentiles(samples=of.samples, **{name: None if ms is None else ms * scale for name, ms in known.items()})
 
 
 def estimate_point(
@@ -204,27 +204,27 @@ def estimate_point(
     call of the machine is unknown.
     """
     point = limit_requests(point)
-    of = Estimator(point, machine, fitted, micro_batches)
+    estimator = Estimator(point, machine, fitted, micro_batches)
     error = steps.band + _compute_scale_error(machine, steps)
     basis = f"floors of {machine.gpu}, shares of {len(steps.sources)} published runs on {steps.machine}"
     held = (plan.layers_held, plan.layers) if plan.layers_held < plan.layers else None
-    rows = of.make_decode_rows(point.concurrency, point.context)
-    own = of.compute_comm_errors(rows)
-    bubble = of.estimate_round(rows).bubble_share if point.pp > 1 else None
+    rows = estimator.make_decode_rows(point.concurrency, point.context)
+    own = estimator.compute_comm_errors(rows)
+    bubble = estimator.estimate_round(rows).bubble_share if point.pp > 1 else None
     make = functools.partial(
         _make_estimate, point, basis, error=error, own=own, steps=steps, layers_held=held, bubble_share=bubble
     )
     if point.load is None:
-        ms, tokens = of.estimate_ms(rows), point.tokens_per_step
+        ms, tokens = estimator.estimate_ms(rows), point.tokens_per_step
         return make(tok_s=tokens * point.concurrency / ms * 1e3, **_make_step_latencies(ms, tokens))
-    found = replay_estimated(of, point, plan, settings, watch)
+    found = replay_estimated(estimator, point, plan, settings, watch)
     beyond = _compute_scale_error(machine, steps) + sum(own.values())
-    ttft_band, itl_band = _find_ends("ttft", point, found, beyond), _find_ends("itl", point, found, beyond)
+    ttft_bounds_ms, itl_bounds_ms = _find_ends("ttft", point, found, beyond), _find_ends("itl", point, found, beyond)
     return make(
         tok_s=found.serve.output_tok_s,
-        **_make_latencies(found.serve) | ({} if itl_band else {"itl_ms": NONE}),
-        ttft_band=ttft_band,
-        itl_band=itl_band,
+        **_make_latencies(found.serve) | ({} if itl_bounds_ms else {"itl_ms": NONE}),
+        ttft_bounds_ms=ttft_bounds_ms,
+        itl_bounds_ms=itl_bounds_ms,
         mixed_share=found.mixed_share,
         preemptions=found.serve.preemptions,
     )
@@ -235,15 +235,15 @@ class ServedEstimate:
     """Hold a load that was served in virtual time, with estimated steps."""
 
     serve: ServeMetrics
-    mixed_share: float  # of the gaps between tokens, how many have prompts in their step
+    mixed_share: float  # share of the gaps between tokens that have prompts in their step
 
 
 def replay_estimated(
-    of: Estimator, point: Point, plan: EnginePlan, settings: Settings, watch: Watch = lambda _: None
+    estimator: Estimator, point: Point, plan: EnginePlan, settings: Settings, watch: Watch = lambda _: None
 ) -> ServedEstimate:
     """Serve the requests of a point with estimated step times; `watch` is called with the number of steps served."""
     scheduler = Scheduler(SchedulerConfig.from_point(point, pages=plan.pages, max_context=plan.max_context))
-    found, serve = _serve_load(point, scheduler, Watched(EstimatedTimes(of, point, plan), watch), settings)
+    found, serve = _serve_load(point, scheduler, Watched(EstimatedTimes(estimator, point, plan), watch), settings)
     gaps = sum(max(len(sample.token_s) - 1, 0) for sample in found.traffic.samples)
     return ServedEstimate(serve=serve, mixed_share=1 - found.counts.decoded_tokens / gaps if gaps else 0.0)
 
@@ -295,7 +295,7 @@ def _make_step_latencies(ms: float, tokens: float) -> dict[str, Any]:
     return {"itl_ms": Percentiles(p50=median, p90=ms, p95=ms, p99=ms), "tpot_ms": Percentiles(p50=ms / tokens)}
 
 
-def _find_ends(metric: Metric, point: Point, found: ServedEstimate, beyond: float) -> Ends | None:
+def _find_ends(metric: Metric, point: Point, found: ServedEstimate, beyond: float) -> Bounds | None:
     """Return the ends of an estimated p50 by what published estimates missed; `beyond` is a further share of error."""
     assert point.load is not None
     ms = getattr(found.serve, f"{metric}_ms").p50
@@ -318,13 +318,13 @@ def apply_factor(found: Forecast, factor: float) -> Forecast:
         high=tok_s * high,
         factor=factor,
         basis=f"{found.basis}, corrected by records of other layouts",
-        ttft_band=_divide(found.ttft_band, factor),
-        itl_band=_divide(found.itl_band, factor),
+        ttft_bounds_ms=_divide(found.ttft_bounds_ms, factor),
+        itl_bounds_ms=_divide(found.itl_bounds_ms, factor),
         **_make_latencies(found, 1 / factor),
     )
 
 
-def _divide(ends: Ends | None, factor: float) -> Ends | None:
+def _divide(ends: Bounds | None, factor: float) -> Bounds | None:
     return None if ends is None else (ends[0] / factor, ends[1] / factor)
 
 
@@ -371,7 +371,7 @@ def _make_estimate(
     high = 1 + error + sum(own.values())
     if point.load is None:  # gaps are times of steps and have the error of the output
         ms = more["itl_ms"].p50
-        more["itl_band"] = ms / high, ms * high
+        more["itl_bounds_ms"] = ms / high, ms * high
     return Forecast(
         point=point,
         source=ESTIMATED,
@@ -529,13 +529,13 @@ class EstimatedTimes:
     is_blocking = False
     slowdown = Slowdown([])
 
-    def __init__(self, of: Estimator, point: Point, plan: EnginePlan) -> None:
+    def __init__(self, estimator: Estimator, point: Point, plan: EnginePlan) -> None:
         extent = step_cases.Extent.from_points([point], pages=plan.pages, max_context=plan.max_context)
         cases, queries = step_cases.make_cases(extent), point.mtp + 1
 
         def samples(use: str) -> list[tuple[object, float]]:
             return [
-                (case.compute_work(queries), of.estimate_ms(case.compute_rows(point.dp, queries)))
+                (case.compute_work(queries), estimator.estimate_ms(case.compute_rows(point.dp, queries)))
                 for case in cases
                 if case.use == use
             ]

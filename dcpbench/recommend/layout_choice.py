@@ -78,7 +78,7 @@ class Choice:
     @property
     def meets(self) -> bool:
         """Return True if the fastest layout is within the SLO."""
-        return self.fastest is not None and not self.misses.get(self.fastest.who)
+        return self.fastest is not None and not self.misses.get(self.fastest.label)
 
     @property
     def level(self) -> list[Forecast]:
@@ -116,7 +116,7 @@ class Choice:
 
     @property
     def _rivals(self) -> list[Forecast]:
-        return [f for f in self.forecasts[1:] if not self.meets or not self.misses.get(f.who)]
+        return [f for f in self.forecasts[1:] if not self.meets or not self.misses.get(f.label)]
 
     @property
     def factor(self) -> float | None:
@@ -130,7 +130,7 @@ class Choice:
 
     def _compute_headroom(self, of: Forecast) -> float:
         """Return how many times the requests in flight fit, at most AMPLE_HEADROOM; 1 if that is unknown, as in open loops."""
-        capacity, load = self.capacities.get(of.who), of.point.load
+        capacity, load = self.capacities.get(of.label), of.point.load
         if capacity is None or capacity.requests is None or (load is not None and load.arrival != CLOSED):
             return 1.0
         return min(capacity.requests / self.concurrency, AMPLE_HEADROOM)
@@ -148,7 +148,7 @@ def compute_margin(a: Forecast, b: Forecast) -> float:
 
 def _get_launch_band(a: Forecast, b: Forecast) -> float:
     """Return by how much launches of either may differ, as a share; infinite if that is not known of one."""
-    return math.inf if a.launch_band is None or b.launch_band is None else max(a.launch_band, b.launch_band)
+    return math.inf if a.launch_spread is None or b.launch_spread is None else max(a.launch_spread, b.launch_spread)
 
 
 def _compute_scatter(a: Forecast, b: Forecast) -> float:
@@ -177,7 +177,7 @@ def compute_price(price: float, of: Forecast) -> tuple[float, float, float]:
     def compute_at(tok_s: float) -> float:
         return price * of.point.gpus / 3600 / tok_s * 1e6
 
-    low, high = of.band
+    low, high = of.output_bounds_tok_s
     return compute_at(of.tok_s), compute_at(high), compute_at(low)
 
 

@@ -136,13 +136,13 @@ def parse_records(
     lines: Iterable[bytes], path: Path, begin: int = 0, *, samples: bool = True, bad: list[BadLine] | None = None
 ) -> Iterator[tuple[int, Record]]:
     """Yield the records of an open file at byte `begin`; `path` is its name in errors."""
-    place = begin
+    offset = begin
     read = begin > 0
     for number, whole in enumerate(lines, 1):
         line = whole if whole.endswith(b"\n") else whole.rstrip(NUL)
         if line and not line.isspace():
             try:
-                yield place, decode_record(line, samples=samples)
+                yield offset, decode_record(line, samples=samples)
                 read = True
             except UNREADABLE as e:
                 if is_cut_short(line, e):
@@ -157,7 +157,7 @@ def parse_records(
                 bad.append(
                     BadLine(file=str(path), line=before + number, why=checks.describe_bad_line(line, e), mend=mend)
                 )
-        place += len(whole)
+        offset += len(whole)
 
 
 def _explain_unreadable_line(path: Path, number: int, line: bytes, error: Exception, *, read: bool) -> str:
@@ -171,11 +171,11 @@ def _explain_unreadable_line(path: Path, number: int, line: bytes, error: Except
     return f" is no file of records, as no line of it is one (line {number}: {checks.describe_bad_line(line, error)}); {NAME_A_RUN}"
 
 
-def read_record_at(path: Path, place: int) -> Record | None:
+def read_record_at(path: Path, offset: int) -> Record | None:
     """Return the record of the line at this byte offset; None if there is no readable record."""
     try:
         with path.open("rb") as f:
-            f.seek(place)
+            f.seek(offset)
             return decode_record(f.readline().rstrip(NUL))
     except (OSError, *UNREADABLE):
         return None

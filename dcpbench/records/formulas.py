@@ -40,14 +40,14 @@ class RequestTimes:
     """
 
     submitted_s: float
-    token_s: Sequence[float] | Floats  # one per token, not per stream chunk; kept as a float64 array
+    token_times_s: Sequence[float] | Floats  # one per token, not per stream chunk; kept as a float64 array
     finished: bool = True  # false if the request was cut off: its tokens count, its latencies do not
 
     def __post_init__(self) -> None:
         import numpy as np
 
-        times = np.asarray(self.token_s, np.float64)
-        object.__setattr__(self, "token_s", times)
+        times = np.asarray(self.token_times_s, np.float64)
+        object.__setattr__(self, "token_times_s", times)
         if not len(times):
             raise UsageError("a request without output tokens has no latency; count it as failed instead.")
         everything = np.concatenate([[self.submitted_s], times])
@@ -59,7 +59,7 @@ class RequestTimes:
     @property
     def end_s(self) -> float:
         """Time of the last token, `tn`."""
-        return float(self.token_s[-1])
+        return float(self.token_times_s[-1])
 
 
 def validate_objectives(slo: Mapping[str, float]) -> dict[str, float]:
@@ -75,7 +75,7 @@ def validate_objectives(slo: Mapping[str, float]) -> dict[str, float]:
     return dict(slo)
 
 
-def compute_token_times(chunk_s: Sequence[float], chunk_tokens: Sequence[int]) -> list[float]:
+def compute_token_times(chunk_times_s: Sequence[float], chunk_tokens: Sequence[int]) -> list[float]:
     """Return the arrival time of each token of a stream that has several tokens per chunk. Unit: s.
 
     Tokens of a chunk are spread evenly over the gap since the chunk before, as in SGLang's bench_serving; vLLM's
@@ -83,8 +83,8 @@ def compute_token_times(chunk_s: Sequence[float], chunk_tokens: Sequence[int]) -
     time, and so have all tokens of the first chunk. With one token per chunk these are the times of the chunks.
     """
     found: list[float] = []
-    for i, (end, count) in enumerate(zip(chunk_s, chunk_tokens, strict=True)):
-        start = chunk_s[i - 1] if i else end
+    for i, (end, count) in enumerate(zip(chunk_times_s, chunk_tokens, strict=True)):
+        start = chunk_times_s[i - 1] if i else end
         found += [start + (end - start) * k / count for k in range(1, count)]
         found.append(end)
     return found
@@ -92,20 +92,20 @@ def compute_token_times(chunk_s: Sequence[float], chunk_tokens: Sequence[int]) -
 
 def compute_ttft_ms(request: RequestTimes) -> float:
     """Time to first token: t1 - t0, queueing included. Unit: ms."""
-    return (float(request.token_s[0]) - request.submitted_s) * 1e3
+    return (float(request.token_times_s[0]) - request.submitted_s) * 1e3
 
 
 def compute_itl_ms(request: RequestTimes) -> Floats:
     """Return the inter-token latencies: the n - 1 gaps between consecutive output tokens. Unit: ms. Pool them."""
     import numpy as np
 
-    return np.diff(request.token_s) * 1e3
+    return np.diff(request.token_times_s) * 1e3
 
 
 def compute_tpot_ms(request: RequestTimes) -> float | None:
     """Time per output token: (tn - t1) / (n - 1). Unit: ms. None if n < 2."""
-    gaps = len(request.token_s) - 1
-    return (request.end_s - float(request.token_s[0])) / gaps * 1e3 if gaps else None
+    gaps = len(request.token_times_s) - 1
+    return (request.end_s - float(request.token_times_s[0])) / gaps * 1e3 if gaps else None
 
 
 def compute_e2el_ms(request: RequestTimes) -> float:
@@ -162,10 +162,10 @@ def find_steady_window(
     events = sorted([(start, -1) for start, _ in spans] + [(end, 1) for _, end in spans])
     windows: list[tuple[float, float]] = []
     start: float | None = None
-    flying = 0
+    in_flight = 0
     for time, change in events:
-        flying -= change
-        if flying >= STEADY_SHARE * concurrency:
+        in_flight -= change
+        if in_flight >= STEADY_SHARE * concurrency:
             start = time if start is None else start
         elif start is not None:
             if windows and start - windows[-1][1] <= TURNAROUND_S:
@@ -183,14 +183,14 @@ def compute_tok_s_within(requests: Sequence[RequestTimes], window: tuple[float, 
     import numpy as np
 
     start, end = window
-    return sum(int(np.diff(np.searchsorted(r.token_s, window, "right"))[0]) for r in requests) / (end - start)
+    return sum(int(np.diff(np.searchsorted(r.token_times_s, window, "right"))[0]) for r in requests) / (end - start)
 
 
-def compute_tok_s_per_gpu(tok_s: float, tp: int) -> float:
-    """Return throughput per GPU: tok/s / tp. DCP and DP add no GPUs. Unit: tok/s/GPU. Raise UsageError for tp < 1."""
-    if tp < 1:
-        raise UsageError(f"a layout has at least one GPU, not tp={tp}.")
-    return tok_s / tp
+def compute_tok_s_per_gpu(tok_s: float, gpus: int) -> float:
+    """Return throughput per GPU: tok/s / GPUs. DCP and DP add no GPUs. Unit: tok/s/GPU. Raise UsageError for less than one GPU."""
+    if gpus < 1:
+        raise UsageError(f"a layout has at least one GPU, not {gpus}.")
+    return tok_s / gpus
 
 
 def compute_tok_s_per_user(median_itl_ms: float) -> float:
@@ -254,14 +254,14 @@ def compute_decode_metrics(
     step_samples_ms: list[float],
     concurrency: int,
     tp: int,
-    unsure: tuple[float, float] = (0.0, 0.0),
+    relative_error: tuple[float, float] = (0.0, 0.0),
     tokens: float = 1.0,
 ) -> Metrics:
     """Return the metrics of the workload `decode`, in which every request gets `tokens` tokens on average from every step.
 
     ITL = step time, with one sample per STEP, because the tokens of one step are not independent; further tokens of a step
     come with gaps of 0. Output throughput = concurrency · tokens / step time, and its interval is that of the step time
-    inverted. `unsure` holds the shares by which the
+    inverted. `relative_error` holds the shares by which the
     step may be shorter and longer than the timed one, in addition to scatter, if part of it was modelled. Raise
     UsageError for no samples, for samples that are not positive and finite, and for a concurrency or tp below 1.
     """
@@ -270,7 +270,7 @@ def compute_decode_metrics(
     if any(not ms > 0 for ms in step_samples_ms):
         raise UsageError("a step takes more than 0 ms; leave out samples that were not measured.")
     step = compute_median_interval(step_samples_ms)
-    shorter, longer = (share * step.median for share in unsure)
+    shorter, longer = (share * step.median for share in relative_error)
     step = msgspec.structs.replace(step, low=step.low - shorter, high=step.high + longer)
     tok_s = msgspec.structs.replace(
         step,

@@ -78,13 +78,13 @@ def read_run(
     """
     path = get_record_file(run)
     last: dict[str, Record] = {}
-    places: dict[str, int] = {}
+    offsets: dict[str, int] = {}
     bad: list[BadLine] | None = [] if skip_bad_lines else None
     read = 0
-    for place, record in iter_records(run, samples=False, bad=bad):
+    for offset, record in iter_records(run, samples=False, bad=bad):
         kept = keep(remove_samples(record))
         key = kept.point.get_key()
-        last[key], places[key] = kept, place
+        last[key], offsets[key] = kept, offset
         read += 1
         if max_points is not None and len(last) > max_points:
             raise RecordsError(
@@ -102,7 +102,7 @@ def read_run(
         truncated=is_last_line_cut_short(run) or (folder / TRUNCATED_LINES_FILE).exists(),
         bad_lines=tuple(bad or ()),
         path=path,
-        places=places,
+        places=offsets,
     )
 
 

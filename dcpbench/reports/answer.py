@@ -173,7 +173,7 @@ def list_stage_conditions(frames: Frames) -> list[str]:
 def _iterate_scopes(frames: Frames) -> Iterable[tuple[float, str]]:
     """Yield sentences with their rank for each run, model and mode."""
     found = frames.findings
-    tables = (found.points, found.best, found.most, found.break_even, found.ratios, found.against_best)
+    tables = (found.points, found.best, found.best_within_slo, found.break_even, found.ratios, found.against_best)
     short = findings.find_kv_pressure(findings.select_timed(frames.served))
     for i, scope in enumerate(dict.fromkeys(findings.list_keys(found.points, findings.SCOPE))):
         points, best_found, most_found, even, over, against = (select_scope(table, *scope) for table in tables)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.points.names import CLOSED
 from dcpbench.records.metrics import METRIC
 from dcpbench.reports import answer, launch_bands
-from dcpbench.reports.findings import SCOPE, find_most_per_layout, format_plain_layout, format_slo_aside, list_keys
+from dcpbench.reports.findings import SCOPE, find_best_per_layout, format_plain_layout, format_slo_aside, list_keys
 from dcpbench.reports.load_labels import find_shared_shape, make_short_shapes
 from dcpbench.reports.plots import sample_evenly
 from dcpbench.reports.tables import (
@@ -110,7 +110,7 @@ def _build_maximum_grid(points: pd.DataFrame, where: str) -> Table:
     judged = points[points["slo_excess"].notna()] if len(points) else points
     if judged.empty:
         return Table("", [], [])
-    tops = {(row["rest"], row["label"]): row for _, row in find_most_per_layout(judged).iterrows()}
+    tops = {(row["rest"], row["label"]): row for _, row in find_best_per_layout(judged).iterrows()}
     labels = list(dict.fromkeys(judged["label"]))
     ran = set(list_keys(judged, ["rest", "label"]))
     short, shared = make_short_shapes(judged), find_shared_shape(judged)

@@ -69,7 +69,7 @@ class Findings:
 
     points: pd.DataFrame
     best: pd.DataFrame
-    most: pd.DataFrame
+    best_within_slo: pd.DataFrame
     ratios: pd.DataFrame
     break_even: pd.DataFrame
     against_best: pd.DataFrame
@@ -88,7 +88,7 @@ def compute_findings(frames: Frames) -> Findings:
     return Findings(
         points=points,
         best=find_best_per_load(points),
-        most=find_most_per_shape(points),
+        best_within_slo=find_best_per_request_length(points),
         ratios=ratios,
         break_even=find_break_even(ratios),
         against_best=compare_dcp_with_best(points),
@@ -143,7 +143,7 @@ def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(tables).reindex(columns=found.columns).sort_index().reset_index(drop=True)
 
 
-def find_most_per_shape(points: pd.DataFrame) -> pd.DataFrame:
+def find_best_per_request_length(points: pd.DataFrame) -> pd.DataFrame:
     """Return the highest throughput that meets the SLO, with DCP and without, over all loads with one request length.
 
     The table has a row per run, model, mode and `rest`: the best point, and `other`, `other_tok_s` and `other_load` for
@@ -168,7 +168,7 @@ def find_most_per_shape(points: pd.DataFrame) -> pd.DataFrame:
     return found.sort_values(["run", "model", "mode", "input_typical", "rest"], kind="stable", ignore_index=True)
 
 
-def find_most_per_layout(points: pd.DataFrame) -> pd.DataFrame:
+def find_best_per_layout(points: pd.DataFrame) -> pd.DataFrame:
     """Return the point with the highest throughput of those that meet the SLO, for each layout and request length."""
     fits = points[points["slo_excess"] <= 1].sort_values("output_tok_s", ascending=False, kind="stable")
     return fits.drop_duplicates([*SCOPE, "rest", "label"])

@@ -71,7 +71,7 @@ def _identify_by_weights(record: Record) -> ShortenedModel | None:
             Layout(tp=point.tp, dp=point.dp, dcp=point.dcp),
             ITEMSIZE[point.dtype],
             *count_all_layers(short),
-            point.group_wide,
+            point.query_replication,
             shape.get_weight_format(point.weights_precision),
             ep=point.ep,
         ):

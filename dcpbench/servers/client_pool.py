@@ -38,7 +38,7 @@ READY, PROGRESS, DONE, STOP = "ready", "progress", "done", "stop"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Share:
+class ClientLoadPart:
     """The part of a load that one process sends."""
 
     target: Target
@@ -53,13 +53,13 @@ def split_evenly(number: int, parts: int) -> list[int]:
     return [number // parts + (i < number % parts) for i in range(parts)]
 
 
-def split_load(target: Target, calls: Sequence[Call], options: LoadOptions, processes: int) -> list[Share]:
+def split_load(target: Target, calls: Sequence[Call], options: LoadOptions, processes: int) -> list[ClientLoadPart]:
     """Divide a load into non-empty shares, as described in the module."""
     clients, at_once = options.clients, options.at_once
     count = max(min(processes, len(calls), *(n for n in (clients, at_once) if n is not None)), 1)
     hands = clients if clients is not None else count
     return [
-        Share(
+        ClientLoadPart(
             target=target,
             calls=[call for i, call in enumerate(calls) if i % hands % count == part],
             options=dataclasses.replace(
@@ -76,13 +76,13 @@ def split_load(target: Target, calls: Sequence[Call], options: LoadOptions, proc
 class ClientPool:
     """Run a load in several processes, with the interface of Run; `outcomes` are complete when it has ended."""
 
-    def __init__(self, shares: Sequence[Share]) -> None:
-        self.shares = shares
-        self.requests = sum(call.requests for share in shares for call in share.calls)
+    def __init__(self, parts: Sequence[ClientLoadPart]) -> None:
+        self.parts = parts
+        self.requests = sum(call.requests for part in parts for call in part.calls)
         self.outcomes: list[Outcome] = []
         self.paces: list[Pace] = []
         self.start_s = 0.0
-        self._progress = [LoadProgress()] * len(shares)
+        self._progress = [LoadProgress()] * len(parts)
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._messages: list[asyncio.Queue[tuple[str, Any]]] = []
@@ -96,11 +96,11 @@ class ClientPool:
     async def prepare(self, connections: int) -> None:
         """Start the processes and open this many connections to the server in total. Raises WorkerError."""
         context, loop = multiprocessing.get_context("spawn"), asyncio.get_running_loop()
-        each = split_evenly(connections, len(self.shares))
-        for number, share in enumerate(self.shares):
+        each = split_evenly(connections, len(self.parts))
+        for number, part in enumerate(self.parts):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=run_process, args=(theirs, dataclasses.replace(share, connections=each[number])), daemon=True
+                target=run_process, args=(theirs, dataclasses.replace(part, connections=each[number])), daemon=True
             )
             with _block_signals():
                 process.start()
@@ -110,7 +110,7 @@ class ClientPool:
             self._messages.append(asyncio.Queue())
             loop.add_reader(ours.fileno(), self._handle_message, number)
         try:
-            for number in range(len(self.shares)):
+            for number in range(len(self.parts)):
                 await self._receive_message(number, READY)
         except BaseException:
             self.close()
@@ -229,18 +229,18 @@ def _block_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def run_process(pipe: Connection, share: Share) -> None:
+def run_process(pipe: Connection, part: ClientLoadPart) -> None:
     """Run one process: send a share from the given start, send the outcomes back, and end when the parent does."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):
-        asyncio.run(_run_share(pipe, share))
+        asyncio.run(_run_share(pipe, part))
 
 
-async def _run_share(pipe: Connection, share: Share) -> None:
+async def _run_share(pipe: Connection, part: ClientLoadPart) -> None:
     loop = asyncio.get_running_loop()
-    redaction.register_secrets(*share.secrets)
-    async with Client(share.target) as client:
-        run = Run(client, share.calls, share.options)
-        await run.prepare(share.connections)
+    redaction.register_secrets(*part.secrets)
+    async with Client(part.target) as client:
+        run = Run(client, part.calls, part.options)
+        await run.prepare(part.connections)
         pipe.send((READY, None))
         start_s = await asyncio.to_thread(pipe.recv)
         if start_s == STOP:

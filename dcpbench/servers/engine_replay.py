@@ -56,7 +56,7 @@ from dcpbench.serving.engine_cases import (
 )
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.replay import ENGINE_VOCAB, make_step_times_name, replay_point
-from dcpbench.serving.step_model import Work
+from dcpbench.serving.step_model import ReplicaBatch
 from dcpbench.serving.step_times import (
     Decodes,
     EngineServer,
@@ -443,7 +443,8 @@ def describe_slow_rows(times: StepTimes) -> str:
         return ""
     multiple, tokens = times.engine.row_multiple, times.engine.token_budget // ALIGNED * ALIGNED
     whole, less = (
-        times.model.predict_step_ms([Work.from_requests(0, 0, [(n, 0)])]) for n in (tokens, tokens - multiple // 2)
+        times.model.predict_step_ms([ReplicaBatch.from_requests(0, 0, [(n, 0)])])
+        for n in (tokens, tokens - multiple // 2)
     )
     return (
         f"This server takes {less / whole:.1f} times as long for a step with prompts if its number of tokens is no multiple of "

@@ -53,7 +53,7 @@ from dcpbench.serving.request_files import read_requests
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.trace_formats import Reading
-from dcpbench.serving.traffic import Sample
+from dcpbench.serving.traffic import RequestResult
 from dcpbench.show.terminal import print_stderr
 from dcpbench.show.text import format_count
 
@@ -71,12 +71,9 @@ if TYPE_CHECKING:
     from dcpbench.servers.launch import Server as StartedServer
     from dcpbench.servers.load import Outcome, Pace
 
-CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = (
-    "client_bound",
-    "gaps_divided",
-    "nominal_lengths",
-)  # warnings, as are the next two;
-KV_SOURCES_DIFFER, THROTTLED = "kv_sources_differ", "throttled"  # reports/explain.py has a sentence for each
+# Names of warnings; reports/explain.py has a sentence for each.
+CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = "client_bound", "gaps_divided", "nominal_lengths"
+KV_SOURCES_DIFFER, THROTTLED = "kv_sources_differ", "throttled"
 MAX_CPU_SHARE = 0.9  # of a process of the client; above it the process was the bottleneck
 MAX_LAG_MS, MAX_LAG_SHARE = 3.0, 0.1  # the same for its lateness at p99, which may also be a share of the median ITL
 NEAR = 0.05  # relative deviation of answer lengths from the requested ones above which a warning is given
@@ -184,7 +181,7 @@ def make_candidates(points: Sequence[Point], max_model_len: int | None) -> list[
 
 
 def measure_points(
-    places: Sequence[Place],
+    places: Sequence[PointProgress],
     server: MeasuredServer,
     measure: MeasurePoint | None = None,
     replay: ReplayPoints | None = None,
@@ -195,28 +192,28 @@ def measure_points(
     of mode REPLAY; it comes first, before the server has seen the loads. A server that dies fails the points that are left.
     """
     out = RecordFile(server.folder)
-    replayed = [place for place in places if is_replay(place.point)]
+    replayed = [progress for progress in places if is_replay(progress.point)]
     if replay is not None and replayed:
-        records = replay([place.point for place in replayed], server, replayed[0].show)
-        for place, record in zip(replayed, records, strict=True):
-            place.show_record(out.append(_add_exit_reason(record, server)))
-    served = [place for place in places if not is_replay(place.point)]
-    for number, place in enumerate(served):
+        records = replay([progress.point for progress in replayed], server, replayed[0].show)
+        for progress, record in zip(replayed, records, strict=True):
+            progress.show_record(out.append(_add_exit_reason(record, server)))
+    served = [progress for progress in places if not is_replay(progress.point)]
+    for number, progress in enumerate(served):
         if ended := server.exit_reason:
             fail_points(served[number:], f"the server died: {ended}", server.config, server.folder)
             return
-        record, stopped = (measure or measure_point)(place.point, server, place.show)
+        record, stopped = (measure or measure_point)(progress.point, server, progress.show)
         record = out.append(_add_exit_reason(record, server))
         if stopped is not None:
             raise stopped
-        place.show_record(record)
+        progress.show_record(record)
 
 
-def fail_points(places: Sequence[Place], reason: str, config: ClientConfig, folder: Path) -> None:
+def fail_points(places: Sequence[PointProgress], reason: str, config: ClientConfig, folder: Path) -> None:
     """Write the records of points that a server that dcpbench started cannot serve."""
-    for place in places:
+    for progress in places:
         record = Record(
-            point=place.point,
+            point=progress.point,
             outcome="failed",
             reason=reason,
             advice=f"Read {config.facts['log']} in the run's folder",
@@ -224,7 +221,7 @@ def fail_points(places: Sequence[Place], reason: str, config: ClientConfig, fold
             warnings=["cpu"] if config.device == CPU else [],
             started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
-        place.show_record(RecordFile(folder).append(record))
+        progress.show_record(RecordFile(folder).append(record))
 
 
 def _add_exit_reason(record: Record, server: MeasuredServer) -> Record:
@@ -241,8 +238,8 @@ def is_replay(point: Point) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Place of a point among those of a run, for the progress line."""
+class PointProgress:
+    """Show the progress of a point, with its index among the points of a run."""
 
     point: Point
     index: int
@@ -264,16 +261,16 @@ class Place:
         self.show((format_reason(record) or numbers) + format_omitted_note(record), stage)
 
 
-def list_places(points: Sequence[Point], watch: Callable[[Progress], None]) -> list[Place]:
-    """Return the places of the points of a run."""
-    return [Place(point, index, len(points), watch) for index, point in enumerate(points)]
+def list_point_progress(points: Sequence[Point], watch: Callable[[Progress], None]) -> list[PointProgress]:
+    """Return the progress of each point of a run."""
+    return [PointProgress(point, index, len(points), watch) for index, point in enumerate(points)]
 
 
 @dataclasses.dataclass
 class ServedLoad:
-    """A run of requests, as outcome.compute_serve_metrics takes it."""
+    """Results of all requests of a point; input of compute_serve_metrics."""
 
-    samples: list[Sample]
+    samples: list[RequestResult]
 
 
 @dataclasses.dataclass
@@ -574,15 +571,15 @@ def _describe_none_finished(metrics: ServeMetrics, outcomes: Sequence[Outcome]) 
     return f"no request finished: {metrics.failed:,} failed{cut_off}; the first one: {first.sentence}"
 
 
-def _make_sample(outcome: Outcome, sent: _LoadState, *, together: bool) -> Sample:
-    """Return a request as a Sample; times after the start of the run.
+def _make_sample(outcome: Outcome, sent: _LoadState, *, together: bool) -> RequestResult:
+    """Return a request as a RequestResult; times after the start of the run.
 
     The gap before a chunk is divided over its tokens. With `together` they come at once, as those of a step with drafts do.
     """
     assert sent.run is not None
     start, answer = sent.run.start_s, outcome.answer
     request = sent.requests[outcome.call.number]
-    sample = Sample(request, outcome.submitted_s - start)
+    sample = RequestResult(request, outcome.submitted_s - start)
     if outcome.error is not None:
         sample.failed = outcome.error.sentence
     if answer is None or not answer.chunk_s:
@@ -661,7 +658,7 @@ def is_client_bound(client: ClientLoad | None, itl_ms: float | None) -> bool:
     return client.cpu_share > MAX_CPU_SHARE or (client.lag_p99_ms or 0.0) > late
 
 
-def _has_other_lengths(samples: Sequence[Sample], requests: Sequence[ServeRequest]) -> bool:
+def _has_other_lengths(samples: Sequence[RequestResult], requests: Sequence[ServeRequest]) -> bool:
     """Return True if the mean lengths of finished requests differ from the requested ones."""
     done = [s for s in samples if s.is_finished]
     sent = [requests[s.request.number] for s in done]

@@ -20,10 +20,10 @@ from dcpbench.servers.engine_replay import ReplayOptions, replay_on_server
 from dcpbench.servers.launch import Server, choose_log_path, find_free_port
 from dcpbench.servers.measure import (
     MeasuredServer,
-    Place,
+    PointProgress,
     fail_points,
     fetch_server_info,
-    list_places,
+    list_point_progress,
     measure_points,
     resolve_prompt_format,
 )
@@ -98,11 +98,13 @@ class ServerSweep:
         The steps of a server are measured once for all of its points that are replayed, before it serves others. An interruption ends
         the server with all its child processes, and is raised again.
         """
-        ordered = sorted(list_places(points, watch), key=lambda place: list(map(str, make_server_key(place.point))))
-        for _, group in itertools.groupby(ordered, key=lambda place: make_server_key(place.point)):
+        ordered = sorted(
+            list_point_progress(points, watch), key=lambda progress: list(map(str, make_server_key(progress.point)))
+        )
+        for _, group in itertools.groupby(ordered, key=lambda progress: make_server_key(progress.point)):
             self.measure_group(list(group))
 
-    def measure_group(self, group: Sequence[Place]) -> None:
+    def measure_group(self, group: Sequence[PointProgress]) -> None:
         """Start the server of these points, measure them, and end it, unless it is kept."""
         first = group[0].point
         with contextlib.ExitStack() as stack:
@@ -117,7 +119,7 @@ class ServerSweep:
                     self.kept.keep(first, running, stack.pop_all())
             measure_points(group, running, self.measure_point, functools.partial(replay_on_server, options=self.replay))
 
-    def _start_server(self, group: Sequence[Place], stack: contextlib.ExitStack) -> MeasuredServer | None:
+    def _start_server(self, group: Sequence[PointProgress], stack: contextlib.ExitStack) -> MeasuredServer | None:
         """Return the server of these points once it takes requests; `stack` ends it. If it fails, the points fail."""
         first, port = group[0].point, find_free_port()
         traces = str(self.config.traces.absolute()) if self.config.traces else ""
@@ -139,14 +141,14 @@ class ServerSweep:
             return None
 
     def _wait_until_running(
-        self, server: Server, config: ClientConfig, place: Place, env: Mapping[str, str]
+        self, server: Server, config: ClientConfig, progress: PointProgress, env: Mapping[str, str]
     ) -> MeasuredServer:
         """Return the server once it takes requests, with the settings in its log and its reports.
 
         Raise DcpbenchError if it does not take any, cannot be measured, or lacks the synthetic weights that it should have.
         """
-        first = place.point
-        start = server.wait_until_ready(self.limit_s, lambda note: place.show(note, "build"))
+        first = progress.point
+        start = server.wait_until_ready(self.limit_s, lambda note: progress.show(note, "build"))
         text = server.read_log()
         info = fetch_server_info(config.target, config.retries).with_kv_capacity(
             dp=first.dp, dcp=first.dcp, pcp=find_count(server.words, PCP_FLAGS) or 1, log=text

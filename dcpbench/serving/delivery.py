@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from dcpbench.serving.step_times import StepTimes
-    from dcpbench.serving.traffic import Sample
+    from dcpbench.serving.traffic import RequestResult
 
 
 def list_delays_s(times: StepTimes) -> list[float]:
@@ -31,7 +31,7 @@ def list_delays_s(times: StepTimes) -> list[float]:
     return [(ms - m.median_ms) / math.sqrt(2) / 1e3 for m in cases for ms in m.samples_ms]
 
 
-def scatter_tokens(samples: Iterable[Sample], delays_s: Sequence[float], seed: int = 0) -> None:
+def scatter_tokens(samples: Iterable[RequestResult], delays_s: Sequence[float], seed: int = 0) -> None:
     """Add a delay, drawn from `delays_s`, to the tokens of each step; tokens of a request keep their order."""
     samples = list(samples)
     if not delays_s:

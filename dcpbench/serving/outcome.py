@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dcpbench.points.speculation import Speculation
     from dcpbench.records.record import InstanceMetrics, StageMetrics
     from dcpbench.serving.requests import Step
-    from dcpbench.serving.traffic import Sample
+    from dcpbench.serving.traffic import RequestResult
 
 NO_SHARES: Mapping[str, float | None] = {}
 FINISHED, REJECTED, CANCELLED, FAILED = OUTCOMES = ("finished", "rejected", "cancelled", "failed")
@@ -32,7 +32,7 @@ REQUESTS_FAILED = "requests_failed"  # warning of a point with failed requests
 class Sampled(Protocol):
     """A run of requests, such as Traffic."""
 
-    samples: list[Sample]
+    samples: list[RequestResult]
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,7 +102,7 @@ class Row:
     chunk_tokens: list[int] = dataclasses.field(default_factory=list)  # tokens per chunk if any has several, else empty
 
 
-def make_rows(samples: Iterable[Sample]) -> list[Row]:
+def make_rows(samples: Iterable[RequestResult]) -> list[Row]:
     """Return a row per request, in order of submission."""
     found = []
     for s in samples:
@@ -221,9 +221,9 @@ def compute_serve_metrics(
     )
 
 
-def _compute_turn_metrics(served: list[Sample]) -> list[TurnMetrics]:
+def _compute_turn_metrics(served: list[RequestResult]) -> list[TurnMetrics]:
     """Return the metrics of each turn, of requests that got a token; empty for single-turn requests."""
-    by_turn: dict[int, list[Sample]] = {}
+    by_turn: dict[int, list[RequestResult]] = {}
     for sample in served:
         if sample.request.session is not None:
             by_turn.setdefault(sample.request.turn, []).append(sample)
@@ -243,7 +243,7 @@ def _compute_turn_metrics(served: list[Sample]) -> list[TurnMetrics]:
     return found
 
 
-def get_outcome(sample: Sample) -> str:
+def get_outcome(sample: RequestResult) -> str:
     """Return the outcome of a request, one of OUTCOMES; an unfinished request counts as cancelled."""
     if sample.rejected or sample.failed:
         return REJECTED if sample.rejected else FAILED
@@ -270,7 +270,7 @@ def format_summary(found: ServeMetrics) -> str:
 
 
 def _explain_no_tokens(
-    by_outcome: Mapping[str, list[Sample]], *, interrupted: bool = False, limit_s: float | None = None
+    by_outcome: Mapping[str, list[RequestResult]], *, interrupted: bool = False, limit_s: float | None = None
 ) -> str:
     """Return the reason why a run has no metrics, and the option that helps."""
     rejected, cancelled, failed = (by_outcome[name] for name in (REJECTED, CANCELLED, FAILED))

@@ -36,7 +36,7 @@ from dcpbench.serving.policies import make_scheduler
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import SchedulerConfig
 from dcpbench.serving.stage_steps import StagedTimes, make_measured_point
-from dcpbench.serving.step_model import Heat, compute_step_works
+from dcpbench.serving.step_model import DeviceHeat, compute_step_works
 from dcpbench.serving.step_times import PATH_AXES, read_step_times
 from dcpbench.serving.traffic import Traffic
 
@@ -102,7 +102,7 @@ class _Instance:
     """The host and the device of one instance."""
 
     scheduler: Scheduler
-    heat: Heat
+    heat: DeviceHeat
     now: float = 0.0  # time of the host's next decision, unless it waits or is idle
     free: float = 0.0  # time at which the device has finished all launched work
     launched: float = 0.0  # time at which the host has launched its last decision
@@ -131,7 +131,9 @@ class _Clock:
         self.asynchronous = asynchronous
         self.traffic, self.deployed, self.times, self.limit_s = traffic, deployed, times, limit_s
         self.counts = StepCounts()
-        self.instances = [_Instance(scheduler, Heat(times.slowdown.settle_s)) for scheduler in deployed.schedulers]
+        self.instances = [
+            _Instance(scheduler, DeviceHeat(times.slowdown.settle_s)) for scheduler in deployed.schedulers
+        ]
 
     def run(self) -> ReplayResult:
         """Run to the end of all requests, or of the time limit."""

@@ -36,7 +36,7 @@ from dcpbench.points.roofline import Sharding, compute_local_us
 from dcpbench.points.step_calls import predict_calls
 from dcpbench.records.record import StageMetrics
 from dcpbench.serving.draft_steps import find_gpu
-from dcpbench.serving.step_model import StepModel, Work, compute_step_works
+from dcpbench.serving.step_model import ReplicaBatch, StepModel, compute_step_works
 from dcpbench.serving.step_times import MODELLED
 
 if TYPE_CHECKING:
@@ -101,10 +101,10 @@ class StagedTimes:
         self.waiting_ms += ms * found.bubble_share
         return ms
 
-    def predict_round(self, works: list[Work], parts: int) -> Round:
+    def predict_round(self, works: list[ReplicaBatch], parts: int) -> Round:
         """Return the round of `parts` micro-batches with this work of a rank in each replica."""
         stages_us = [1e3 * model.predict_step_ms(works) for model in self.models]
-        return compute_round(stages_us, self._predict_hops_us(max(work.all_rows for work in works)), parts)
+        return compute_round(stages_us, self._predict_hops_us(max(batch.all_rows for batch in works)), parts)
 
     def predict_host_ms(self, step: Step) -> float:
         """Return the time during which the host of the largest stage is busy launching its part of all micro-batches."""
@@ -124,14 +124,14 @@ class StagedTimes:
         decodes = max(len(replica.decodes) + len(replica.discarded) for replica in step.replicas)
         return count_micro_batches(self.micro_batches, decodes, chunks=step.has_chunks)
 
-    def _make_parts(self, step: Step, parts: int) -> list[Work]:
+    def _make_parts(self, step: Step, parts: int) -> list[ReplicaBatch]:
         """Return the work of a rank of each replica in one of `parts` micro-batches."""
         found = []
         for replica, whole in zip(step.replicas, compute_step_works(step), strict=True):
             decodes = -(-whole.decodes // parts)
             kv_tokens = round(whole.kv_tokens * decodes / whole.decodes / self.stages.shared_kv) if decodes else 0
             chunks = split_chunks([(c.tokens, c.start) for c in replica.chunks], parts * self.point.pcp)
-            found.append(Work.from_requests(decodes, kv_tokens, chunks, whole.queries))
+            found.append(ReplicaBatch.from_requests(decodes, kv_tokens, chunks, whole.queries))
         return found
 
     def _make_model(self, stage: int) -> StepModel:

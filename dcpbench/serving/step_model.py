@@ -2,7 +2,7 @@
 
     decode only    T(rows, KV)         read the weights that the rows need, and their KV
     prefill only   F(tokens, x) + …    weights and products for all tokens, and attention of each to x others
-    mixed          F(all rows, x) + G(rows, KV)     decode rows are rows like others, but attend in their own way
+    mixed          F(all rows, x) + G(rows, KV)     decode rows use weights as other rows do, but attend to their own KV
     uneven         … - S(rows) · share              some replicas have fewer rows than the fullest for the experts
     unaligned      … + U(rows)                      another engine whose kernels are slower for numbers of rows that are no
                                                     multiple of some number
@@ -33,7 +33,7 @@ TELLS = 0.005  # minimum relative slowdown of a case that is used to estimate he
 BEYOND = 1.2  # factor by which a line in KV tokens or pairs is extrapolated past its last case
 
 
-class Work(NamedTuple):
+class ReplicaBatch(NamedTuple):
     """Work of a replica in a step, as far as its time depends on it."""
 
     rows: int  # decode rows as they run: padded (batches.py)
@@ -45,7 +45,9 @@ class Work(NamedTuple):
     queries: int = 1  # query rows of each decode row: a known token, and its drafts
 
     @classmethod
-    def from_requests(cls, requests: int, kv_tokens: int, chunks: Iterable[tuple[int, int]], queries: int = 1) -> Work:
+    def from_requests(
+        cls, requests: int, kv_tokens: int, chunks: Iterable[tuple[int, int]], queries: int = 1
+    ) -> ReplicaBatch:
         """Return the work of decoding `requests` requests and of chunks, each (tokens, prefix)."""
         tokens, pairs, prefix = 0, 0.0, 0
         for count, before in chunks:
@@ -66,16 +68,16 @@ class Work(NamedTuple):
         return compute_chunk_rows(self.all_rows)
 
 
-Sample = tuple[Work, float]  # a case and its ms
+TimedCase = tuple[ReplicaBatch, float]  # a case and its ms
 
 
-def compute_step_works(step: Step) -> list[Work]:
+def compute_step_works(step: Step) -> list[ReplicaBatch]:
     """Return the work of each replica."""
     found = []
     for replica in step.replicas:
         requests, chunks = len(replica.decodes), [(c.tokens, c.start) for c in replica.chunks]
         kv_tokens = sum(replica.positions) + requests * replica.queries + sum(replica.discarded)
-        found.append(Work.from_requests(requests + len(replica.discarded), kv_tokens, chunks, replica.queries))
+        found.append(ReplicaBatch.from_requests(requests + len(replica.discarded), kv_tokens, chunks, replica.queries))
     return found
 
 
@@ -89,7 +91,7 @@ def _find_bracket(xs: Sequence[float], x: float) -> tuple[int, int, float]:
     return i - 1, i, (x - xs[i - 1]) / (xs[i] - xs[i - 1])
 
 
-class Line:
+class PiecewiseLinear:
     """Piecewise linear through points, those of one x by their mean; beyond its ends the last pieces go on."""
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
@@ -123,9 +125,9 @@ class Surface:
         for rows, x, ms in points:
             by_rows[rows].append((x, ms))
         self.sizes = sorted(by_rows)
-        self.lines = [Line(by_rows[rows]) for rows in self.sizes]
+        self.lines = [PiecewiseLinear(by_rows[rows]) for rows in self.sizes]
         self.beyond = BEYOND
-        self._nearest: dict[float, tuple[Line, Line, float, float]] = {}
+        self._nearest: dict[float, tuple[PiecewiseLinear, PiecewiseLinear, float, float]] = {}
 
     def __call__(self, rows: float, x: float) -> float:
         """Return the time in ms at this number of rows."""
@@ -136,7 +138,7 @@ class Surface:
         """Return the largest supported x at this number of rows, from the cases of its two neighbours."""
         return self._find_nearest(rows)[3]
 
-    def _find_nearest(self, rows: float) -> tuple[Line, Line, float, float]:
+    def _find_nearest(self, rows: float) -> tuple[PiecewiseLinear, PiecewiseLinear, float, float]:
         """Return the lines of the two nearest sizes, the weight of the second, and the largest supported x.
 
         A replay asks for few different numbers of rows, each many thousand times.
@@ -152,7 +154,7 @@ class Surface:
 class DecodeTimes:
     """Steps of decode rows alone: T(padded rows, KV tokens). Interpolated at equal KV tokens per row."""
 
-    def __init__(self, cases: Sequence[Sample]) -> None:
+    def __init__(self, cases: Sequence[TimedCase]) -> None:
         self.surface = Surface((w.rows, w.kv_tokens / w.rows, ms) for w, ms in cases)
 
     def __call__(self, rows: int, kv_tokens: int) -> float:
@@ -178,8 +180,8 @@ class PrefillTimes:
 
     def __init__(
         self,
-        line: Sequence[Sample],
-        gather: Sequence[Sample],
+        cases: Sequence[TimedCase],
+        gather: Sequence[TimedCase],
         decode_rows: int,
         *,
         pad_rows: Callable[[int], int] = compute_chunk_rows,
@@ -188,14 +190,14 @@ class PrefillTimes:
         chunks. `pad_rows` returns the rows that the engine computes for a number of rows.
         """
         self.pad_rows = pad_rows
-        self.bare = [(w, ms) for w, ms in line if not w.prefix]
-        self.stored = [(w, ms) for w, ms in line if w.prefix]
-        self.most = pad_rows(max(w.tokens for w, _ in line) + decode_rows)
+        self.bare = [(w, ms) for w, ms in cases if not w.prefix]
+        self.stored = [(w, ms) for w, ms in cases if w.prefix]
+        self.most = pad_rows(max(w.tokens for w, _ in cases) + decode_rows)
         slope = self._estimate_gather_beyond_line(gather) if gather else self._estimate_gather_along_lines()
         self.gather_ms = max(slope, 0.0)  # below 0 is noise: gathering more is never faster
         self.begin, self.ms = self._fit_lines(self.gather_ms)
 
-    def _fit_lines(self, gather_ms: float) -> tuple[Line, Surface]:
+    def _fit_lines(self, gather_ms: float) -> tuple[PiecewiseLinear, Surface]:
         """Return `begin` and f for a given cost per stored token."""
         lines: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
         for w, ms in self.bare:
@@ -211,7 +213,7 @@ class PrefillTimes:
             for rows in found
             if len(found[rows]) > 1 and lines[rows]
         ]
-        begin = Line(begins or [(0.0, 0.0)])
+        begin = PiecewiseLinear(begins or [(0.0, 0.0)])
         slopes = []
         for rows, cases in found.items():
             top = max(lines[rows], default=None)
@@ -221,13 +223,13 @@ class PrefillTimes:
                 slopes.append((rows, (far[1] - top[1]) / (far[0] - top[0]) / rows))
         if slopes:  # of a pair, which is much the same for all: lines that have no far end get theirs from the others
             end = max(x for points in lines.values() for x, _ in points)
-            slope = Line(slopes)
+            slope = PiecewiseLinear(slopes)
             for rows in set(lines) - set(found):
                 x, ms = max(lines[rows])
                 lines[rows].append((end, ms + slope.predict_clamped(rows) * rows * (end - x)))
         return begin, Surface((rows, x, ms) for rows, points in lines.items() for x, ms in points)
 
-    def _estimate_gather_beyond_line(self, gather: Sequence[Sample]) -> float:
+    def _estimate_gather_beyond_line(self, gather: Sequence[TimedCase]) -> float:
         """Return the time per stored token in ms, from cases with more stored tokens than those on the line.
 
         The excess of these cases over the line decreases linearly with the assumed time per token, so two trials
@@ -279,9 +281,9 @@ class PrefillTimes:
             )
         return surface(rows, x) + (self.begin.predict_clamped(rows) + self.gather_ms * prefix if prefix else 0.0)
 
-    def _compute_rows_and_x(self, work: Work) -> tuple[int, float]:
-        rows = self.pad_rows(work.tokens)
-        return rows, work.pairs / rows
+    def _compute_rows_and_x(self, batch: ReplicaBatch) -> tuple[int, float]:
+        rows = self.pad_rows(batch.tokens)
+        return rows, batch.pairs / rows
 
 
 def _compute_begin_ms(bare: tuple[float, float], stored: Sequence[tuple[float, float]]) -> float:
@@ -306,7 +308,7 @@ def _lead_to_short_prompts(lines: dict[int, list[tuple[float, float]]]) -> None:
         if long[0] > short[0]:
             slopes.append((rows, max((long[1] - short[1]) / (long[0] - short[0]) / rows, 0.0)))
     if slopes:
-        slope = Line(slopes)
+        slope = PiecewiseLinear(slopes)
         for rows, points in lines.items():
             x, ms = min(points)
             if x == max(points)[0]:
@@ -326,7 +328,7 @@ class MixedTimes:
     most measured tokens, the nearest measured value is used.
     """
 
-    def __init__(self, cases: Sequence[Sample], prefill: PrefillTimes) -> None:
+    def __init__(self, cases: Sequence[TimedCase], prefill: PrefillTimes) -> None:
         """Build lines over KV tokens per row for each number of rows and of tokens."""
         self.beyond = BEYOND
         found: dict[int, dict[int, list[tuple[float, float]]]] = collections.defaultdict(
@@ -337,25 +339,27 @@ class MixedTimes:
             found[w.rows][w.tokens].append((w.kv_tokens / w.rows, more))
         self.sizes = sorted(found)
         self.tokens = {rows: sorted(found[rows]) for rows in self.sizes}
-        self.lines = {rows: [Line(found[rows][tokens]) for tokens in self.tokens[rows]] for rows in self.sizes}
+        self.lines = {
+            rows: [PiecewiseLinear(found[rows][tokens]) for tokens in self.tokens[rows]] for rows in self.sizes
+        }
 
-    def __call__(self, work: Work) -> float:
+    def __call__(self, batch: ReplicaBatch) -> float:
         """Return the time in ms to add to PrefillTimes."""
-        rows, each = work.rows, work.kv_tokens / work.rows
+        rows, each = batch.rows, batch.kv_tokens / batch.rows
         low, high, share = _find_bracket(self.sizes, rows)
-        near = [self._find_lines(self.sizes[index], work.tokens) for index in (low, high)]
+        near = [self._find_lines(self.sizes[index], batch.tokens) for index in (low, high)]
         max_x = self.beyond * max(line.max_x for *lines, _ in near for line in lines)
         # With attention DP, a replica without chunks has a request more.
         most = compute_batch_rows(self.sizes[-1] + 1)
         if not self.sizes[0] <= rows <= most or each > max_x:
             raise _make_outside_error(
-                f"{rows} decode rows with {work.kv_tokens:,} KV tokens in a step with chunks",
+                f"{rows} decode rows with {batch.kv_tokens:,} KV tokens in a step with chunks",
                 f"{self.sizes[0]} to {most} rows, there with {max_x:,.0f} tokens each",
             )
         fewer, more = ((1 - weight) * below(each) + weight * above(each) for below, above, weight in near)
         return (1 - share) * fewer + share * more
 
-    def _find_lines(self, rows: int, tokens: int) -> tuple[Line, Line, float]:
+    def _find_lines(self, rows: int, tokens: int) -> tuple[PiecewiseLinear, PiecewiseLinear, float]:
         """Return the lines of the two nearest numbers of tokens, and the weight of the second."""
         lines = self.lines[rows]
         low, high, share = _find_bracket(self.tokens[rows], tokens)
@@ -368,17 +372,17 @@ class UnalignedTimes:
     The products of all rows take longer, whatever the rows attend to. Below the measured rows it falls to 0.
     """
 
-    def __init__(self, cases: Sequence[Sample], prefill: PrefillTimes, multiple: int) -> None:
+    def __init__(self, cases: Sequence[TimedCase], prefill: PrefillTimes, multiple: int) -> None:
         self.multiple = multiple
         found = [(w.tokens, ms - prefill(w.tokens, w.pairs, w.prefix)) for w, ms in cases]
-        self.ms = Line([(0, 0.0), *found])
+        self.ms = PiecewiseLinear([(0, 0.0), *found])
 
     def __call__(self, rows: int) -> float:
         """Return the time in ms to add to PrefillTimes and MixedTimes."""
         return max(self.ms.predict_clamped(rows), 0.0) if rows % self.multiple else 0.0  # below 0 is noise
 
 
-class SparedTimes:
+class UnevenSavings:
     """Time saved by a step with chunks in which replicas have fewer rows than the fullest one: S(rows of the fullest) ·
     share.
 
@@ -386,12 +390,12 @@ class SparedTimes:
     products skip padding rows, and experts without tokens are not read.
     """
 
-    def __init__(self, cases: Sequence[Sample], prefill: PrefillTimes) -> None:
-        self.ms = Line((w.rows_with_chunks, prefill(w.tokens, w.pairs, w.prefix) - ms) for w, ms in cases)
+    def __init__(self, cases: Sequence[TimedCase], prefill: PrefillTimes) -> None:
+        self.ms = PiecewiseLinear((w.rows_with_chunks, prefill(w.tokens, w.pairs, w.prefix) - ms) for w, ms in cases)
 
-    def __call__(self, works: Sequence[Work]) -> float:
+    def __call__(self, works: Sequence[ReplicaBatch]) -> float:
         """Return the time in ms to subtract from PrefillTimes and MixedTimes."""
-        rows = [work.rows_with_chunks for work in works]
+        rows = [batch.rows_with_chunks for batch in works]
         most, others = max(rows), len(rows) - 1
         if not others:
             return 0.0
@@ -402,10 +406,10 @@ class SparedTimes:
 class HotStep(NamedTuple):
     """A step that was measured after chunks."""
 
-    work: Work
-    times: float  # duration relative to that of a cool step
-    before: int = 0  # tokens of the chunks; 0: the largest
-    since_s: float = 0.0  # time in s during which steps of the same kind have run in between
+    work: ReplicaBatch
+    slowdown: float  # duration relative to that of a cool step
+    preceding_tokens: int = 0  # tokens of the chunks; 0: the largest
+    elapsed_s: float = 0.0  # time in s during which steps of the same kind have run in between
 
 
 class Slowdown:
@@ -417,28 +421,32 @@ class Slowdown:
     """
 
     def __init__(self, cases: Iterable[HotStep]) -> None:
-        found = [case._replace(times=max(case.times, 1.0)) for case in cases]  # below 1 is noise
-        first = [case for case in found if not case.before and not case.since_s]
-        self.decodes = [(case.work.rows, case.times) for case in first if not case.work.tokens]
-        self.chunks = [(compute_chunk_rows(case.work.all_rows), case.times) for case in first if case.work.tokens]
-        of = {case.work: case.times - 1 for case in first if case.times > 1 + TELLS}
-        shares = [(case, (case.times - 1) / of[case.work]) for case in found if case.work in of]
+        found = [case._replace(slowdown=max(case.slowdown, 1.0)) for case in cases]  # below 1 is noise
+        first = [case for case in found if not case.preceding_tokens and not case.elapsed_s]
+        self.decodes = [(case.work.rows, case.slowdown) for case in first if not case.work.tokens]
+        self.chunks = [(compute_chunk_rows(case.work.all_rows), case.slowdown) for case in first if case.work.tokens]
+        of = {case.work: case.slowdown - 1 for case in first if case.slowdown > 1 + TELLS}
+        shares = [(case, (case.slowdown - 1) / of[case.work]) for case in found if case.work in of]
         largest = max((case.work.tokens for case in first), default=0)
-        smaller = [(case.before, min(left, 1.0)) for case, left in shares if case.before and case.before < largest]
-        self.left = Line([*(smaller or [(0, 0.0)] * bool(largest)), (largest, 1.0)])
-        self.settle_s = _fit_settle_s([(case.since_s, left) for case, left in shares if case.since_s])
+        smaller = [
+            (case.preceding_tokens, min(left, 1.0))
+            for case, left in shares
+            if case.preceding_tokens and case.preceding_tokens < largest
+        ]
+        self.left = PiecewiseLinear([*(smaller or [(0, 0.0)] * bool(largest)), (largest, 1.0)])
+        self.settle_s = _fit_settle_s([(case.elapsed_s, left) for case, left in shares if case.elapsed_s])
 
-    def __call__(self, works: Sequence[Work]) -> float:
+    def __call__(self, works: Sequence[ReplicaBatch]) -> float:
         """Return the slowdown factor of a step of these replicas."""
-        rows = max(work.all_rows for work in works)
-        points = self.chunks if any(work.tokens for work in works) else self.decodes
-        return Line(points).predict_clamped(rows) if points else 1.0
+        rows = max(batch.all_rows for batch in works)
+        points = self.chunks if any(batch.tokens for batch in works) else self.decodes
+        return PiecewiseLinear(points).predict_clamped(rows) if points else 1.0
 
-    def compute_final_heat(self, works: Sequence[Work]) -> float:
+    def compute_final_heat(self, works: Sequence[ReplicaBatch]) -> float:
         """Return the final heat of such steps relative to that of the largest chunks: 0 for decodes."""
-        if not any(work.tokens for work in works):
+        if not any(batch.tokens for batch in works):
             return 0.0
-        return self.left.predict_clamped(max(work.all_rows for work in works))
+        return self.left.predict_clamped(max(batch.all_rows for batch in works))
 
 
 def _fit_settle_s(left: Sequence[tuple[float, float]]) -> float:
@@ -449,8 +457,8 @@ def _fit_settle_s(left: Sequence[tuple[float, float]]) -> float:
     return min(tried, key=lambda settle_s: sum((math.exp(-s / settle_s) - share) ** 2 for s, share in left))
 
 
-class Heat:
-    """Return the heat at the beginning of a step; the device has been idle since the last one."""
+class DeviceHeat:
+    """Model the heat of the device: it rises during steps with chunks and decays while it is idle."""
 
     def __init__(self, settle_s: float = HEAT_S) -> None:
         self.settle_s = settle_s
@@ -476,10 +484,10 @@ class StepModel:
 
     def __init__(
         self,
-        line: Sequence[Sample],
-        gather: Sequence[Sample] = (),
-        uneven: Sequence[Sample] = (),
-        unaligned: Sequence[Sample] = (),
+        cases: Sequence[TimedCase],
+        gather: Sequence[TimedCase] = (),
+        uneven: Sequence[TimedCase] = (),
+        unaligned: Sequence[TimedCase] = (),
         *,
         graph_batches: Sequence[int] | None = None,
         row_multiple: int = 1,
@@ -487,7 +495,7 @@ class StepModel:
         """Fit the model.
 
         Args:
-            line: Cases to interpolate between.
+            cases: Cases to interpolate between.
             gather: Cases that determine the cost of more stored tokens.
             uneven: Cases of a single busy replica; without them, all replicas are assumed to be as full as the fullest.
             unaligned: Cases of prompts whose number of tokens is no multiple of `row_multiple`.
@@ -496,12 +504,12 @@ class StepModel:
             row_multiple: See `unaligned`.
         """
         self.graph_batches = graph_batches
-        line, gather, uneven, unaligned = (
-            [(self._pad(w), ms) for w, ms in cases] for cases in (line, gather, uneven, unaligned)
+        cases, gather, uneven, unaligned = (
+            [(self._pad(w), ms) for w, ms in group] for group in (cases, gather, uneven, unaligned)
         )
-        decode = [(w, ms) for w, ms in line if w.rows and not w.tokens]
-        mixed = [(w, ms) for w, ms in line if w.rows and w.tokens and not w.prefix]
-        chunks = [(w, ms) for w, ms in line if w.tokens and not w.rows]
+        decode = [(w, ms) for w, ms in cases if w.rows and not w.tokens]
+        mixed = [(w, ms) for w, ms in cases if w.rows and w.tokens and not w.prefix]
+        chunks = [(w, ms) for w, ms in cases if w.tokens and not w.rows]
         self.most_graph_rows = (graph_batches or GRAPH_BATCHES)[-1]
         graphs = [s for s in decode if s[0].rows <= self.most_graph_rows]
         eager = [s for s in decode if s[0].rows > self.most_graph_rows]
@@ -521,7 +529,7 @@ class StepModel:
         self.prefill = PrefillTimes(chunks, gather, decode_rows, pad_rows=pad_rows)
         self.mixed = MixedTimes(mixed, self.prefill)
         self.unaligned = UnalignedTimes(unaligned, self.prefill, row_multiple) if unaligned else None
-        self.spared = SparedTimes(uneven, self.prefill) if uneven else None
+        self.spared = UnevenSavings(uneven, self.prefill) if uneven else None
         self.least = min(ms for _, ms in [*chunks, *uneven])
 
     def extrapolate(self) -> None:
@@ -530,7 +538,7 @@ class StepModel:
             surface.beyond = math.inf
         self.mixed.beyond = math.inf
 
-    def predict_step_ms(self, works: Sequence[Work]) -> float:
+    def predict_step_ms(self, works: Sequence[ReplicaBatch]) -> float:
         """Return the time of a step of these replicas in ms.
 
         The slowest replica decides, and all run as many rows as the fullest; with chunks, experts are excepted.
@@ -544,13 +552,13 @@ class StepModel:
             raise _make_outside_error(f"{rows} decode rows", f"those of captured graphs, up to {self.most_graph_rows}")
         return times(rows, max(w.kv_tokens for w in works))
 
-    def _pad(self, work: Work) -> Work:
+    def _pad(self, batch: ReplicaBatch) -> ReplicaBatch:
         """Return work with the decode rows that the engine runs: steps with chunks of another engine run no graphs."""
         if self.graph_batches is None:
-            return work
-        return work._replace(rows=work.decodes if work.tokens else pad_to_size(work.decodes, self.graph_batches))
+            return batch
+        return batch._replace(rows=batch.decodes if batch.tokens else pad_to_size(batch.decodes, self.graph_batches))
 
-    def _predict_with_chunks(self, works: Sequence[Work]) -> float:
+    def _predict_with_chunks(self, works: Sequence[ReplicaBatch]) -> float:
         """Return the time of a step with chunks, at least that of the fastest measured one: less would be noise, as of
         a busy CPU.
         """
@@ -559,17 +567,17 @@ class StepModel:
         added = self.unaligned(rows) if self.unaligned else 0.0
         return max(max(self._predict_replica_ms(rows, w) for w in works) - spared, self.least) + added
 
-    def _predict_replica_ms(self, rows: int, work: Work) -> float:
-        alone = self.prefill(rows, work.pairs, work.prefix)
-        if not work.rows:
+    def _predict_replica_ms(self, rows: int, batch: ReplicaBatch) -> float:
+        alone = self.prefill(rows, batch.pairs, batch.prefix)
+        if not batch.rows:
             return alone
         if self.mixed.sizes:
-            return alone + self.mixed(work)
-        if work.tokens:
-            raise _make_outside_error(f"{work.rows} decode rows in a step with chunks", "steps with only one of both")
+            return alone + self.mixed(batch)
+        if batch.tokens:
+            raise _make_outside_error(f"{batch.rows} decode rows in a step with chunks", "steps with only one of both")
         # Replicas of one request each: next to one with a chunk, another decodes. The remaining part of G is the read
         # of its KV.
-        return alone + self.graphs(work.rows, work.kv_tokens) - self.graphs(work.rows, 0)
+        return alone + self.graphs(batch.rows, batch.kv_tokens) - self.graphs(batch.rows, 0)
 
 
 def _make_outside_error(what: str, measured: str, less: str = "a smaller load") -> UsageError:

@@ -26,7 +26,7 @@ from dcpbench.points.roofline import StepRows
 from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.record import CPU, Conditions, Emulated, Environment, Gpu, format_server_origin
 from dcpbench.serving.load_words import MAX_TOKENS
-from dcpbench.serving.step_model import HotStep, Line, Slowdown, StepModel, Work, compute_step_works
+from dcpbench.serving.step_model import HotStep, PiecewiseLinear, ReplicaBatch, Slowdown, StepModel, compute_step_works
 from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
@@ -76,19 +76,19 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of requests of one replica."""
         return sum(d.requests for d in self.decodes) + sum(c.chunks for c in self.chunks)
 
-    def compute_work(self, queries: int = 1) -> Work:
+    def compute_work(self, queries: int = 1) -> ReplicaBatch:
         """Return the work in the form used by the prediction, with so many query rows of each decode."""
-        return Work.from_requests(
+        return ReplicaBatch.from_requests(
             sum(d.requests for d in self.decodes),
             sum(d.requests * d.context for d in self.decodes),
             [(c.tokens, c.prefix) for c in self.chunks for _ in range(c.chunks)],
             queries,
         )
 
-    def compute_works(self, replicas: int, queries: int = 1) -> list[Work]:
+    def compute_works(self, replicas: int, queries: int = 1) -> list[ReplicaBatch]:
         """Return the work of each of `replicas` replicas."""
         busy = self.replicas or replicas
-        return [self.compute_work(queries)] * busy + [Work.from_requests(0, 0, [])] * (replicas - busy)
+        return [self.compute_work(queries)] * busy + [ReplicaBatch.from_requests(0, 0, [])] * (replicas - busy)
 
     def compute_rows(self, replicas: int, queries: int = 1) -> StepRows:
         """Return the rows in the form used by floors, on this number of attention replicas; every chunk ends a prompt."""
@@ -278,9 +278,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Return the slowdown model of a hot GPU."""
         found = []
         for m in self.select_cases(HOT):
-            work, before = m.case.compute_work(self.queries), sum(c.chunks * c.tokens for c in m.case.after)
-            cool_ms = self.model.predict_step_ms([work])
-            found.append(HotStep(work, m.median_ms / cool_ms, before, m.case.since * cool_ms / 1e3))
+            batch, preceding_tokens = m.case.compute_work(self.queries), sum(c.chunks * c.tokens for c in m.case.after)
+            cool_ms = self.model.predict_step_ms([batch])
+            found.append(HotStep(batch, m.median_ms / cool_ms, preceding_tokens, m.case.since * cool_ms / 1e3))
         return Slowdown(found)
 
     def predict_duration_ms(self, step: Step, heat: float = 0.0) -> float:
@@ -313,7 +313,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         together.
         """
         found = self.emulated.prompts if self.emulated else ()
-        together = Line((p.tokens, p.times) for p in found) if found else None
+        together = PiecewiseLinear((p.tokens, p.times) for p in found) if found else None
         return [_apply_scaling(m, together) for m in self.cases if m.case.use == use]
 
     def check_point(self, point: Point, name: str = "the step times") -> None:
@@ -331,7 +331,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             )
 
 
-def _apply_scaling(measured: MeasuredCase, together: Line | None) -> MeasuredCase:
+def _apply_scaling(measured: MeasuredCase, together: PiecewiseLinear | None) -> MeasuredCase:
     """Return a case measured on one GPU, scaled to several."""
     tokens = measured.case.compute_work().tokens
     if together is None or not tokens:

@@ -38,7 +38,7 @@ SPACING_S = 1e-6  # between requests that reach a server at the same time, which
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Sample:
+class RequestResult:
     """Result of one request; times in seconds after the start of the run."""
 
     request: ServeRequest
@@ -96,8 +96,8 @@ class Traffic:
         self.sent_s = -math.inf  # when the front end has sent the tokens of the last step
         self.sessions = [request for request in requests if not request.turn]  # first turns of the sessions
         self.turn_of = _group_turns(requests)  # turn of each request of a session with later turns, by its number
-        self.samples: list[Sample] = []  # samples of all submitted requests, in submission order
-        self.sample_of: dict[int, Sample] = {}  # sample by request number
+        self.samples: list[RequestResult] = []  # samples of all submitted requests, in submission order
+        self.sample_of: dict[int, RequestResult] = {}  # sample by request number
         self.in_flight = 0  # number of requests
         self.begun = self.ended = 0  # number of sessions
         self.turns: list[tuple[float, int, ServeRequest]] = []  # heap of pending turns: due time, number, request
@@ -190,7 +190,7 @@ class Traffic:
         self.in_flight = 0
 
     def _submit_request(self, request: ServeRequest, came_s: float) -> None:
-        sample = Sample(request, came_s)
+        sample = RequestResult(request, came_s)
         self.samples.append(sample)
         self.sample_of[request.number] = sample
         sample.rejected = self.scheduler.submit(request)

@@ -209,24 +209,24 @@ def _format_directive(text: str) -> str:
 
 def _make_srun_command(spec: JobSpec, cluster: Cluster) -> str:
     """Return the srun command: one task on each node, with all cores there; the first failure ends the others."""
-    words = [f"--nodes={spec.nodes}", f"--ntasks={spec.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-    words += ["--cpu-bind=none", "--mpi=none"]
+    argv = [f"--nodes={spec.nodes}", f"--ntasks={spec.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    argv += ["--cpu-bind=none", "--mpi=none"]
     if cluster.cpus_per_node:
-        words.append(f"--cpus-per-task={cluster.cpus_per_node}")
+        argv.append(f"--cpus-per-task={cluster.cpus_per_node}")
     if cluster.pyxis:
-        words.append(f"--container-image={cluster.pyxis}")
-        words.append(f"--container-mounts={','.join(_list_mounts(spec, cluster))}")
-        words.append(f"--container-workdir={cluster.directory}")
-    return shlex.join(words)
+        argv.append(f"--container-image={cluster.pyxis}")
+        argv.append(f"--container-mounts={','.join(_list_mounts(spec, cluster))}")
+        argv.append(f"--container-workdir={cluster.directory}")
+    return shlex.join(argv)
 
 
 def _make_program_command(spec: JobSpec, cluster: Cluster) -> str:
-    words = [*cluster.program, *spec.words]
+    argv = [*cluster.program, *spec.words]
     if cluster.apptainer:
         binds = [word for mount in _list_mounts(spec, cluster) for word in ("--bind", mount)]
         gpus = ["--nv"] if spec.gpus_per_node else []
-        words = ["apptainer", "exec", *gpus, *binds, "--pwd", str(cluster.directory), cluster.apptainer, *words]
-    return shlex.join(words)
+        argv = ["apptainer", "exec", *gpus, *binds, "--pwd", str(cluster.directory), cluster.apptainer, *argv]
+    return shlex.join(argv)
 
 
 def _list_mounts(spec: JobSpec, cluster: Cluster) -> list[str]:

@@ -118,35 +118,35 @@ def parse_command(command: Sequence[str]) -> tuple[str, list[str], Job]:
     """
     if not command:
         raise UsageError(f"There is no program; write it after `--`: {EXAMPLE}")
-    words, name = list(command), make_printable(shlex.join(command))
-    first = Path(words[0]).name
+    argv, name = list(command), make_printable(shlex.join(command))
+    first = Path(argv[0]).name
     if first in LAUNCHERS:
         raise UsageError(f"{first} is no Python program of torch's; use torchrun, or give one rank's own: {EXAMPLE}")
     if first == "torchrun":
-        return sys.executable, [], Job(kind="module", target="torch.distributed.run", arguments=words[1:], name=name)
+        return sys.executable, [], Job(kind="module", target="torch.distributed.run", arguments=argv[1:], name=name)
     if PYTHON.fullmatch(first):
-        python = sys.executable if words[0] == first else words[0]
+        python = sys.executable if argv[0] == first else argv[0]
         if shutil.which(python) is None:
             raise UsageError(f"{make_printable(python)} is no program that can be started; write: {EXAMPLE}")
-        words = words[1:]
+        argv = argv[1:]
     elif first.endswith(".py"):
         python = sys.executable
     else:
-        raise UsageError(f"{make_printable(words[0])} is no Python program; write: {_suggest_command(words)}")
+        raise UsageError(f"{make_printable(argv[0])} is no Python program; write: {_suggest_command(argv)}")
     flags: list[str] = []
-    while words and words[0].startswith("-") and words[0] not in {"-", "-m", "-c"}:
-        taken = 2 if words[0] in {"-W", "-X"} else 1
-        flags += words[:taken]
-        words = words[taken:]
-    return python, flags, _build_job(words, name)
+    while argv and argv[0].startswith("-") and argv[0] not in {"-", "-m", "-c"}:
+        taken = 2 if argv[0] in {"-W", "-X"} else 1
+        flags += argv[:taken]
+        argv = argv[taken:]
+    return python, flags, _build_job(argv, name)
 
 
-def _suggest_command(words: Sequence[str]) -> str:
+def _suggest_command(argv: Sequence[str]) -> str:
     """Return what to type for a command that is not Python: `python -m pytest tests` for `pytest tests`."""
-    module = importlib.util.find_spec(words[0]) if words[0].isidentifier() else None
+    module = importlib.util.find_spec(argv[0]) if argv[0].isidentifier() else None
     folders = module.submodule_search_locations if module else None
     if any((Path(folder) / "__main__.py").is_file() for folder in folders or ()):
-        return f"dcpbench syncs dry-run -- python -m {make_printable(shlex.join(words))}"
+        return f"dcpbench syncs dry-run -- python -m {make_printable(shlex.join(argv))}"
     return EXAMPLE
 
 
@@ -159,17 +159,17 @@ def suggest_dry_run(command: Sequence[str]) -> str:
     return f"write `dcpbench syncs dry-run -- {make_printable(shlex.join(command))}` instead."
 
 
-def _build_job(words: list[str], name: str) -> Job:
+def _build_job(argv: list[str], name: str) -> Job:
     """Return the job from the arguments that follow Python's own flags."""
-    if words and words[0] in {"-m", "-c"}:
-        if len(words) == 1:
-            raise UsageError(f"{words[0]} needs what to run: dcpbench syncs dry-run -- python -m package.module")
-        return Job(kind="module" if words[0] == "-m" else "code", target=words[1], arguments=words[2:], name=name)
-    if not words or words[0] == "-":
+    if argv and argv[0] in {"-m", "-c"}:
+        if len(argv) == 1:
+            raise UsageError(f"{argv[0]} needs what to run: dcpbench syncs dry-run -- python -m package.module")
+        return Job(kind="module" if argv[0] == "-m" else "code", target=argv[1], arguments=argv[2:], name=name)
+    if not argv or argv[0] == "-":
         raise UsageError(f"There is no script for Python to run; write: {EXAMPLE}")
-    if not Path(words[0]).is_file():
-        raise UsageError(f"{make_printable(words[0])} is no file; give the path of a script: {EXAMPLE}")
-    return Job(kind="script", target=words[0], arguments=words[1:], name=name)
+    if not Path(argv[0]).is_file():
+        raise UsageError(f"{make_printable(argv[0])} is no file; give the path of a script: {EXAMPLE}")
+    return Job(kind="script", target=argv[0], arguments=argv[1:], name=name)
 
 
 def build_environment(settings: Settings) -> dict[str, str]:

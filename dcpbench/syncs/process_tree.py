@@ -76,9 +76,9 @@ class Notes:
                 tracked = False
             elif line["event"] != STARTED or tracked:
                 continue
-            words = line["command"]
-            if may_use_gpu(words) and (not Path(words[0]).is_absolute() or Path(words[0]).exists()):
-                found.append(words)
+            argv = line["command"]
+            if may_use_gpu(argv) and (not Path(argv[0]).is_absolute() or Path(argv[0]).exists()):
+                found.append(argv)
         return found
 
     def explain_state(self, folder: Path, *, is_worker: bool = False) -> str:
@@ -200,7 +200,7 @@ def _list_descendants(notes: dict[int, Notes], known: set[int], folder: Path) ->
         if pid not in known and (reason := note.explain_state(folder)):
             found.append(ChildProcess(pid=pid, command=note.command, start_method=DESCENDANT, reason=reason))
         unseen = _drop_begun(note.list_started(), pid, notes.values())
-        found += [ChildProcess(command=shlex.join(words), start_method=DESCENDANT, reason=NOT_SEEN) for words in unseen]
+        found += [ChildProcess(command=shlex.join(argv), start_method=DESCENDANT, reason=NOT_SEEN) for argv in unseen]
     return found
 
 
@@ -208,7 +208,7 @@ def list_unseen_programs(folder: Path) -> list[str]:
     """Return the command lines of Python programs that Python processes started and that left no notes."""
     notes = read_notes(folder)
     unseen = [w for pid, note in notes.items() for w in _drop_begun(note.list_started(), pid, notes.values())]
-    return [shlex.join(words) for words in unseen if is_python(words[0])]
+    return [shlex.join(argv) for argv in unseen if is_python(argv[0])]
 
 
 def _drop_begun(started: Sequence[list[str]], pid: int, notes: Iterable[Notes]) -> list[list[str]]:
@@ -220,21 +220,21 @@ def _drop_begun(started: Sequence[list[str]], pid: int, notes: Iterable[Notes]) 
         if line["event"] == BEGAN and pid in (note.pid, line["parent"])
     ]
     left = []
-    for words in started:
-        found = next((command for command in begun if _is_command_of(command, words)), None)
-        if found is not None and is_python(words[0]):
+    for argv in started:
+        found = next((command for command in begun if _is_command_of(command, argv)), None)
+        if found is not None and is_python(argv[0]):
             begun.remove(found)
         else:
-            left.append(words)
+            left.append(argv)
     return left
 
 
-def _is_command_of(command: Sequence[str], words: Sequence[str]) -> bool:
+def _is_command_of(command: Sequence[str], argv: Sequence[str]) -> bool:
     """Return True if Python's own command line can be that of a command: `python3 /bin/torchrun x.py` of `torchrun x.py`."""
-    if command[1:] == words[1:]:
+    if command[1:] == argv[1:]:
         return True
-    script = command[-len(words)] if len(command) > len(words) else ""
-    return command[len(command) - len(words) + 1 :] == words[1:] and Path(script).name == Path(words[0]).name
+    script = command[-len(argv)] if len(command) > len(argv) else ""
+    return command[len(command) - len(argv) + 1 :] == argv[1:] and Path(script).name == Path(argv[0]).name
 
 
 def _merge(reports: Sequence[Report]) -> Report:

@@ -39,11 +39,11 @@ _REDIRECTIONS = frozenset({"<", ">", ">>", ">|", "<>", "<&", ">&", "&>", "&>>"})
 _SHEBANG_BYTES = 256
 
 
-def may_use_gpu(words: Sequence[str]) -> bool:
+def may_use_gpu(argv: Sequence[str]) -> bool:
     """Return False if a command, program first, cannot use PyTorch on a GPU."""
-    name = Path(words[0]).name
-    if name in SHELLS and len(words) == 3 and words[1] == "-c":  # noqa: PLR2004  (shell, -c, command)
-        return not _is_harmless_text(words[2])
+    name = Path(argv[0]).name
+    if name in SHELLS and len(argv) == 3 and argv[1] == "-c":  # noqa: PLR2004  (shell, -c, command)
+        return not _is_harmless_text(argv[2])
     return name not in HARMLESS
 
 

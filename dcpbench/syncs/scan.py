@@ -11,7 +11,7 @@ import numpy as np
 from dcpbench.errors import UsageError
 from dcpbench.syncs.nsys.per_process import is_export, read_export
 from dcpbench.syncs.sites import Sync, group_trace_sites, merge_sites
-from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, Work, check_step_range, find_steps, format_ranges
+from dcpbench.syncs.steps import PROFILER_STEP, LaunchedWork, Range, Steps, check_step_range, find_steps, format_ranges
 from dcpbench.syncs.sync_report import Report, Site, TraceSummary, build_report
 from dcpbench.syncs.trace_ranks import is_front_end, parse_file_name
 from dcpbench.syncs.traces.allowed_regions import find_allowed_reasons
@@ -147,12 +147,12 @@ def scan_columns(
 
 
 def find_trace_steps(columns: Columns, step_range: str | None = None) -> Steps:
-    """Return the steps of a trace; GPU work of their preparation, which can run during the previous step, counts as that step's."""
+    """Return the steps of a trace. GPU work that prepares a step but runs during the previous one is counted for the previous one."""
     ranges, total = _find_ranges(columns, find_blocking_calls(columns).start)
     return dataclasses.replace(find_steps(ranges, total, step_range), prepared=None)
 
 
-def _find_ranges(columns: Columns, waits: Floats) -> tuple[list[Range], Work]:
+def _find_ranges(columns: Columns, waits: Floats) -> tuple[list[Range], LaunchedWork]:
     """Return the annotations with the work that was launched in each, and all work; traces of 2021 have steps as operators.
 
     An annotation is empty if no work was launched in it and none of `waits` began in it.
@@ -172,10 +172,10 @@ def _find_ranges(columns: Columns, waits: Floats) -> tuple[list[Range], Work]:
         empty = (launches == 0) & ~waited
         columns_of_rows = (table.name, table.start, table.end, empty, launches, sums[behind] - sums[first])
         found += [
-            Range(columns.names[name], start, end, is_empty, Work(count, us))
+            Range(columns.names[name], start, end, is_empty, LaunchedWork(count, us))
             for name, start, end, is_empty, count, us in zip(*(c.tolist() for c in columns_of_rows), strict=True)
         ]
-    return found, Work(len(launched), float(sums[-1]))
+    return found, LaunchedWork(len(launched), float(sums[-1]))
 
 
 def _find_work(columns: Columns, step: NDArray[np.bool_]) -> tuple[Floats, Floats]:

@@ -34,13 +34,13 @@ MIN_SHARE = 0.5  # share of the work that numbered ranges must exceed to be take
 StepSource = Literal["", "profiler", "engine", "pattern", "numbered"]
 
 
-class Work(NamedTuple):
+class LaunchedWork(NamedTuple):
     """Hold the GPU work that was launched within some time."""
 
     launches: int = 0
     gpu_us: float = 0.0
 
-    def compute_share(self, total: Work) -> float | None:
+    def compute_share(self, total: LaunchedWork) -> float | None:
         """Return the share of `total`, the smaller one by number and by GPU time; None without any work."""
         shares = [part / whole for part, whole in zip(self, total, strict=True) if whole]
         return min(1.0, *shares) if shares else None
@@ -53,7 +53,7 @@ class Range(NamedTuple):
     start: float
     end: float
     empty: bool = False  # True if nothing was launched in it, and nothing waited
-    work: Work = Work()  # work that was launched in it
+    work: LaunchedWork = LaunchedWork()  # work that was launched in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ def check_step_range(pattern: str | None, name: str = "--step-range") -> None:
         ) from None
 
 
-def find_steps(ranges: Sequence[Range], total: Work, pattern: str | None = None) -> Steps:
+def find_steps(ranges: Sequence[Range], total: LaunchedWork, pattern: str | None = None) -> Steps:
     """Find the steps among annotations.
 
     In this order: the ranges that `pattern` matches, if it is given; `ProfilerStep#N` of torch.profiler; the annotations
@@ -186,7 +186,7 @@ def _add_phases(steps: Steps, engine: Steps | None) -> Steps:
     return dataclasses.replace(steps, phases=tuple(phases))
 
 
-def _find_engine_steps(ranges: Sequence[Range], total: Work) -> Steps | None:
+def _find_engine_steps(ranges: Sequence[Range], total: LaunchedWork) -> Steps | None:
     """Return the steps of the engine that has most of them; those in which nothing happened are left out."""
     names = {r.name for r in ranges}
     phases = {engine.marked_by: _find_phases(engine, names) for engine in ENGINES}
@@ -225,7 +225,7 @@ def _find_phases(engine: Engine, names: Iterable[str]) -> dict[str, str]:
     return {name: engine.find_phase(match) for name in names if (match := engine.pattern.match(name))}
 
 
-def _guess_steps(ranges: Sequence[Range], total: Work) -> Steps:
+def _guess_steps(ranges: Sequence[Range], total: LaunchedWork) -> Steps:
     """Return the numbered ranges that cover most of the work, if they cover more than half of it."""
     families = [_make_steps(name, members, "numbered", total) for name, members in _find_families(ranges)]
     covering = [steps for steps in families if (steps.share or 0.0) > MIN_SHARE]
@@ -248,14 +248,14 @@ def _find_families(ranges: Iterable[Range]) -> list[tuple[str, list[Range]]]:
     ]
 
 
-def _make_steps(marked_by: str, ranges: list[Range], source: StepSource, total: Work) -> Steps:
+def _make_steps(marked_by: str, ranges: list[Range], source: StepSource, total: LaunchedWork) -> Steps:
     if not ranges:
         return Steps()
     last, end = max(ranges, key=lambda r: r.start), max(r.end for r in ranges)
     others = [r for r in ranges if r.name != last.name]
     if others and last.empty and PROFILER_STEP.match(last.name):  # the last prof.step() opened it
         ranges, end = others, last.start
-    work = Work(sum(r.work.launches for r in ranges), sum(r.work.gpu_us for r in ranges))
+    work = LaunchedWork(sum(r.work.launches for r in ranges), sum(r.work.gpu_us for r in ranges))
     names = frozenset(r.name for r in [*ranges, last])
     starts = np.unique([r.start for r in ranges])
     return Steps(marked_by, starts, end, source, names, share=work.compute_share(total))

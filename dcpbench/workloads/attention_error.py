@@ -46,7 +46,7 @@ def compute_attention_error(
     dcp = model.groups.dcp.size
     q_BHQ = _make_queries(engine, batch, seed + 1 + model.groups.attn.rank // dcp)
     mine = model.attention.own_heads
-    heads = slice(None) if model.wide.query else mine
+    heads = slice(None) if model.replicated.query else mine
     o_hBR = model.run_decode_attention(
         batch.exchange.get_query_buffer(batch.size).copy_(q_BHQ[:, heads]), w, LAYER, batch
     )

@@ -95,7 +95,7 @@ def run(
         choice = choose_fastest(engine, point, plan, lambda: tell("choose"))
         batch = plan()
         if point.weights == "synthetic" and batch.router_inputs is None:
-            for own in (batch, *(batch.later or ())):
+            for own in (batch, *(batch.draft_batches or ())):
                 own.router_inputs = _make_router_inputs(session, own, settings.seed)
         plans_us = _measure_plan_times_us(engine, plan)
         tell("check")
@@ -184,7 +184,7 @@ def _add_request(engine: DecodeEngine, session: Session, point: Point, seed: int
     engine.write_random_kv(request, number, seed)
     first = number * (point.mtp + 1)
     tokens = [TOKEN_STEP * (first + i) % session.shape.vocab for i in range(point.mtp + 1)]
-    engine.requests.set_tokens(request.slot, point.context, tokens)
+    engine.request_pool.set_tokens(request.slot, point.context, tokens)
     return request
 
 
@@ -196,7 +196,7 @@ def _make_router_inputs(session: Session, batch: Batch, seed: int) -> RouterInpu
     rows at the end unused.
     """
     dp, length = session.point.dp, batch.query_length
-    requests = [row * dp + replica for replica in range(dp) for row in range(batch.requests)]
+    requests = [row * dp + replica for replica in range(dp) for row in range(batch.num_requests)]
     numbers = [request * length + i for request in requests for i in range(length)]
     return session.make_router_inputs(numbers, memory.count_all_layers(session.shape).moe, seed)
 
@@ -310,7 +310,7 @@ def _estimate_uncertainty(emulated: Emulated | None, device: torch.device, step_
 
 
 def _summarize_routing(chosen: list[torch.Tensor], experts: int, point: Point) -> dict[str, float]:
-    """Return the statistics of the routed experts in the form of Honesty; every rank sees all tokens of the layout."""
+    """Return the statistics of the routed experts as fields of Conditions; every rank sees all tokens of the layout."""
     if not chosen:
         return {"experts_hit": 0.0}
     counts = torch.stack([torch.bincount(ids_Tk.flatten(), minlength=experts) for ids_Tk in chosen])
@@ -349,7 +349,7 @@ def compute_step_floor(
         queries=queries,
         sampled=_split_requests(point, 0) * queries,
         tokens=point.concurrency * queries,
-        routing=tuple(tuple(sharding.count_routed(ids_Tk[live].flatten().tolist())) for ids_Tk in chosen),
+        routing=tuple(tuple(sharding.count_expert_loads(ids_Tk[live].flatten().tolist())) for ids_Tk in chosen),
     )
     parts = [(sharding, step)]
     if session.shape.drafts and (layer := sharding.make_draft_layer()) is not None:

@@ -101,7 +101,7 @@ def build_session(
         rank,
         plan.held,
         alive,
-        point.group_wide,
+        point.query_replication,
         point.ep,
         fp8=stored_as.name == FP8,
         int4_group=stored_as.columns or 0 if stored_as.name == INT4 else 0,
@@ -119,7 +119,7 @@ def build_session(
         interleave=point.interleave,
         max_context=plan.max_context,
         device=device,
-        wide=point.group_wide,
+        replicated=point.query_replication,
     )
     if emulation and point.ep == MOE_EP:
         model.stands_for = layout.tp

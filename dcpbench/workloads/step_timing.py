@@ -313,4 +313,4 @@ def _init_cache(serving: Serving) -> None:
         some = torch.arange(first, min(first + FILL_TOKENS, locs), dtype=torch.int32, device=engine.device)
         engine.write_random_locs(some, number=index, seed=0)
     generator = torch.Generator(engine.device).manual_seed(0)
-    engine.requests.tokens[1:].random_(0, session.shape.vocab, generator=generator)
+    engine.request_pool.tokens[1:].random_(0, session.shape.vocab, generator=generator)

@@ -81,7 +81,7 @@ def decode_prompts(engine: DecodeEngine, prompts: Prompts, new: int) -> DecodeRe
             elif i in live:
                 engine.remove_request(live.pop(i))
             if i in live and position < recording.prompt:
-                engine.requests.set_tokens(live[i].slot, position, [prompts[i][position]])
+                engine.request_pool.set_tokens(live[i].slot, position, [prompts[i][position]])
         batch = engine.plan_step(list(live.values()), rows)
         results, logits, next_tokens = _run_step(engine, batch)
         for row, i in enumerate(live):

@@ -14,7 +14,7 @@ import pytest
 from dcpbench.errors import WorkerError
 from dcpbench.launch import launcher, ranks, retry
 from dcpbench.launch.jobs import SECRET, Progress
-from dcpbench.launch.torchrun import Machines
+from dcpbench.launch.torchrun import RendezvousOptions
 from dcpbench.launch.version_check import Package
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
@@ -43,9 +43,9 @@ def point(tp: int, context: int) -> Point:
     return Point(model="tiny", tp=tp, concurrency=2, context=context, backend="reference", dtype="fp32")
 
 
-def work(folder: Path, **options: Any) -> launcher.Work:
+def work(folder: Path, **options: Any) -> launcher.JobOptions:
     """Return a sweep on the CPU."""
-    return launcher.Work(folder=folder, settings=Settings(), device="cpu", worker="fake_worker", **options)
+    return launcher.JobOptions(folder=folder, settings=Settings(), device="cpu", worker="fake_worker", **options)
 
 
 class Clock:
@@ -91,7 +91,7 @@ def test_failed_hung_and_killed_points_are_recorded_and_others_are_measured(
             until(lambda: len(list(tmp_path.glob("hangs-*"))) == 2)
         clock.fast = (event.stage, event.key) == ("measure", points[2].get_key())
 
-    launcher.run_points(points, work(tmp_path), Machines(), watch)
+    launcher.run_points(points, work(tmp_path), RendezvousOptions(), watch)
 
     records = read_records(tmp_path)
     assert outcomes(records) == [
@@ -134,7 +134,7 @@ def test_point_that_is_added_to_a_job_and_hangs_is_recorded(tmp_path: Path, monk
         clock.fast = hangs
 
     options = work(tmp_path, choose_points=lambda _: chosen.pop())
-    launcher.run_points([point(2, 100)], options, Machines(), watch)
+    launcher.run_points([point(2, 100)], options, RendezvousOptions(), watch)
 
     first, hung = read_records(tmp_path)
     assert outcomes([first, hung]) == [(2, 100, "ok"), (2, 66, "hung")]
@@ -155,7 +155,7 @@ def test_ranks_that_hang_after_their_last_point_are_killed_without_loss(
         seen.append(event)
         clock.fast = [e.stage for e in seen].count("end") == 1 and event.stage == "end"
 
-    launcher.run_points([point(2, 46), point(1, 100)], work(tmp_path), Machines(), watch)
+    launcher.run_points([point(2, 46), point(1, 100)], work(tmp_path), RendezvousOptions(), watch)
 
     assert outcomes(read_records(tmp_path)) == [(2, 46, "ok"), (1, 100, "ok")]
     (note,) = (e.note for e in seen if e.stage == "stopped")
@@ -169,7 +169,7 @@ def test_failed_points_are_retried_after_the_others(tmp_path: Path) -> None:
     """44 fails the first time, 13 always; with one retry both run again after 100, and more are suggested for 13."""
     seen: list[str] = []
     points = [point(2, context) for context in (44, 13, 100)]
-    launcher.run_points(points, work(tmp_path, retries=1), Machines(), lambda event: seen.append(event.stage))
+    launcher.run_points(points, work(tmp_path, retries=1), RendezvousOptions(), lambda event: seen.append(event.stage))
     records = read_records(tmp_path)
     assert outcomes(records) == [(2, 44, "failed"), (2, 13, "failed"), (2, 100, "ok"), (2, 44, "ok"), (2, 13, "failed")]
     assert [stage for stage in seen if stage in ("again", "failed", "done")] == [
@@ -186,7 +186,9 @@ def test_failed_points_are_retried_after_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_point_past_its_time_limit_is_killed_despite_progress(tmp_path: Path) -> None:
-    launcher.run_points([point(2, 45), point(2, 100)], work(tmp_path, point_limit=1.0), Machines(), lambda _: None)
+    launcher.run_points(
+        [point(2, 45), point(2, 100)], work(tmp_path, point_limit=1.0), RendezvousOptions(), lambda _: None
+    )
     records = read_records(tmp_path)
     assert outcomes(records) == [(2, 45, "hung"), (2, 100, "ok")]
     assert "not done after 1 s (--timeout point), in stage 'measure'" in str(records[0].reason)
@@ -206,7 +208,7 @@ def test_point_is_set_aside_after_two_failures_or_all_retries(times: int, retrie
 def test_job_that_dies_before_its_first_point_is_tried_twice(tmp_path: Path) -> None:
     """Every relaunch would fail in the same way, so the error has the last log lines and no record is written."""
     with pytest.raises(WorkerError, match=r"(?s)before its first point, twice.*RuntimeError: cannot build the groups"):
-        launcher.run_points([point(1, 7), point(1, 100)], work(tmp_path), Machines(), lambda _: None)
+        launcher.run_points([point(1, 7), point(1, 100)], work(tmp_path), RendezvousOptions(), lambda _: None)
     assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["tp1-0", "tp1-1"]
     assert not (tmp_path / "records.jsonl").exists()
 
@@ -216,7 +218,7 @@ def test_unreadable_checkpoint_fails_all_points_of_its_model_after_one_job(tmp_p
     """Context 21 finds no tensor; tp 2 and tp 4 fail for the same reason, and another model is measured."""
     other = msgspec.structs.replace(point(2, 102), model="other")
     points = [point(2, 100), point(2, 21), point(2, 101), other, point(4, 103)]
-    launcher.run_points(points, work(tmp_path), Machines(), lambda _: None)
+    launcher.run_points(points, work(tmp_path), RendezvousOptions(), lambda _: None)
     records = read_records(tmp_path)
     assert outcomes(records) == [
         (2, 100, "ok"),
@@ -234,7 +236,7 @@ def test_unreadable_checkpoint_fails_all_points_of_its_model_after_one_job(tmp_p
 def test_failure_to_build_an_engine_fails_only_points_of_its_layout(tmp_path: Path) -> None:
     """Context 22 runs out of memory while building; the same layout's next point fails too, another layout runs."""
     dcp = msgspec.structs.replace(point(2, 102), dcp=2, exchange="ag_rs")
-    launcher.run_points([point(2, 22), point(2, 101), dcp], work(tmp_path), Machines(), lambda _: None)
+    launcher.run_points([point(2, 22), point(2, 101), dcp], work(tmp_path), RendezvousOptions(), lambda _: None)
     records = read_records(tmp_path)
     assert outcomes(records) == [(2, 22, "failed"), (2, 101, "failed"), (2, 102, "ok")]
     assert records[0].reason == records[1].reason == "rank 0: CapacityError: 3 GiB are missing."
@@ -244,7 +246,7 @@ def test_failure_to_build_an_engine_fails_only_points_of_its_layout(tmp_path: Pa
 def test_failed_point_of_verify_is_kept_apart_from_sweep_records(tmp_path: Path) -> None:
     """The failure is written to failed.jsonl, and its message does not suggest --resume, which verify lacks."""
     checking = msgspec.structs.replace(work(tmp_path), kind="verify")
-    launcher.run_points([point(2, 13)], checking, Machines(), lambda _: None)
+    launcher.run_points([point(2, 13)], checking, RendezvousOptions(), lambda _: None)
     assert not (tmp_path / "records.jsonl").exists()
     (record,) = read_last_records(tmp_path, "failed.jsonl").values()
     assert format_reason(record).endswith("no such row in tiny. Read logs/tp2-0 in the run's folder")
@@ -261,9 +263,9 @@ def test_only_node_0_of_two_nodes_writes_records(tmp_path: Path, monkeypatch: py
     def node(rank: int) -> None:
         folders[rank].mkdir()
         points = [point(2, 13), point(2, 100), point(4, 100)] if rank == 0 else []
-        machines = Machines(nnodes=2, node_rank=rank, rdzv_endpoint=endpoint)
+        rendezvous = RendezvousOptions(nnodes=2, node_rank=rank, rdzv_endpoint=endpoint)
         try:
-            launcher.run_points(points, work(folders[rank]), machines, lambda _: None)
+            launcher.run_points(points, work(folders[rank]), rendezvous, lambda _: None)
         except BaseException as e:  # noqa: BLE001 -- checked in the main thread
             errors.append(e)
 
@@ -289,7 +291,7 @@ def test_ranks_and_probes_import_the_package_of_the_command(tmp_path: Path, monk
     assert launcher.run_probe("fake_worker").name == "CPU"
     folder = tmp_path / "run"
     folder.mkdir()
-    launcher.run_points([point(2, 100)], work(folder), Machines(), lambda _: None)
+    launcher.run_points([point(2, 100)], work(folder), RendezvousOptions(), lambda _: None)
     assert outcomes(read_records(folder)) == [(2, 100, "ok")]
 
 
@@ -300,7 +302,7 @@ def test_ranks_of_another_package_are_refused(tmp_path: Path, monkeypatch: pytes
     )
     real = msgspec.structs.replace(work(tmp_path), worker="tests.distributed.rank")
     with pytest.raises(WorkerError) as error:
-        launcher.run_points([point(2, 100)], real, Machines(), lambda _: None)
+        launcher.run_points([point(2, 100)], real, RendezvousOptions(), lambda _: None)
     assert "before its first point, twice. rank" in str(error.value)
     assert "whose files are not those of the command, in /elsewhere/dcpbench" in str(error.value)
     assert not list(tmp_path.glob("records.jsonl"))

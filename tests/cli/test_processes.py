@@ -18,7 +18,7 @@ import pytest
 from dcpbench.errors import DiskError, OutputError, WorkerError
 from dcpbench.launch import folders, launcher
 from dcpbench.launch.jobs import Job, Progress
-from dcpbench.launch.torchrun import Machines, Running
+from dcpbench.launch.torchrun import RendezvousOptions, Running
 from dcpbench.points.budget import plan_engines
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.settings import Settings
@@ -96,7 +96,7 @@ class TestKilled:
 
     def test_ranks_that_are_still_importing_are_killed_with_their_agent(self, mark: str, tmp_path: Path) -> None:
         """The ranks have reported no event yet, and their import takes ten minutes."""
-        with Running(job(tmp_path), Machines(), "importing_worker"):
+        with Running(job(tmp_path), RendezvousOptions(), "importing_worker"):
             wait_until(lambda: len(of_role(mark, RANK)) == 2, "both ranks")
             (agent,) = of_role(mark, AGENT)
             os.kill(agent, signal.SIGKILL)
@@ -121,7 +121,7 @@ class TestKilled:
             if event.stage == "done" and event.key == point(2, 300).get_key():
                 os.kill(of_role(mark, AGENT)[0], signal.SIGKILL)
 
-        launcher.run_points([point(2, 300), point(2, 101)], work(tmp_path), Machines(), watch)
+        launcher.run_points([point(2, 300), point(2, 101)], work(tmp_path), RendezvousOptions(), watch)
         assert outcomes(read_records(tmp_path)) == [(2, 300, "ok"), (2, 101, "ok")]
 
     def test_agent_killed_during_a_point_is_named_in_the_reason(self, mark: str, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ class TestKilled:
             if event.stage == "measure":
                 os.kill(of_role(mark, AGENT)[0], signal.SIGKILL)
 
-        launcher.run_points([point(2, 66)], work(tmp_path), Machines(), watch)
+        launcher.run_points([point(2, 66)], work(tmp_path), RendezvousOptions(), watch)
         (record,) = read_records(tmp_path)
         assert record.reason == "torchrun itself was ended by signal 9 (SIGKILL), and its ranks with it"
         assert not processes(mark)
@@ -141,7 +141,7 @@ class TestKilled:
             if event.stage == "measure":
                 os.kill(of_role(mark, ACCOUNT)[0], signal.SIGKILL)
 
-        launcher.run_points([point(2, 66)], work(tmp_path), Machines(), watch)
+        launcher.run_points([point(2, 66)], work(tmp_path), RendezvousOptions(), watch)
         (record,) = read_records(tmp_path)
         assert re.match(r"rank \d was killed by signal 9 \(out of memory is the usual cause", str(record.reason))
         assert record.detail["exit_code"] == "-9"
@@ -155,7 +155,7 @@ class TestKilled:
             if event.stage == "measure":
                 os.kill(of_role(mark, AGENT)[0], signal.SIGSTOP)
 
-        launcher.run_points([point(2, 100)], work(tmp_path, timeout=300), Machines(), watch)
+        launcher.run_points([point(2, 100)], work(tmp_path, timeout=300), RendezvousOptions(), watch)
         assert "stopped" in seen
         assert outcomes(read_records(tmp_path)) == [(2, 100, "ok")]
 
@@ -165,7 +165,7 @@ class TestLock:
         """The launcher's descriptor is closed and its id is not in the file, so the agent's id comes first."""
         lock = os.open(tmp_path / LOCK_FILE, os.O_RDWR | os.O_CREAT)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with Running(job(tmp_path), Machines(), "fake_worker", lock):
+        with Running(job(tmp_path), RendezvousOptions(), "fake_worker", lock):
             os.close(lock)
             wait_until(lambda: len(of_role(mark, RANK)) == 2, "both ranks")
             (agent,), ranks = of_role(mark, AGENT), of_role(mark, RANK)
@@ -182,7 +182,7 @@ class TestLock:
     def test_process_that_reuses_the_id_of_a_rank_is_not_killed(self, tmp_path: Path) -> None:
         """A rank's file has its start time; the other process started earlier, and outlives the job."""
         other = subprocess.Popen(["sleep", "600"])
-        with Running(job(tmp_path), Machines(), "fake_worker") as running:
+        with Running(job(tmp_path), RendezvousOptions(), "fake_worker") as running:
             wait_until(lambda: len(running.read_pids()) == 2, "both ranks")
             (rank,) = (pid for pid in running.read_pids() if f"{pid} " in (tmp_path / "rank-1.pid").read_text())
             content = (tmp_path / "rank-1.pid").read_text()
@@ -209,7 +209,7 @@ class TestBlame:
     @pytest.mark.long
     def test_rank_that_ended_first_is_blamed(self, context: int, reason: str, code: str, tmp_path: Path) -> None:
         """Rank 0 raises an error because its connection was closed; rank 1 ended without a message."""
-        launcher.run_points([point(2, context)], work(tmp_path), Machines(), lambda _: None)
+        launcher.run_points([point(2, context)], work(tmp_path), RendezvousOptions(), lambda _: None)
         (record,) = read_records(tmp_path)
         assert re.fullmatch(reason, str(record.reason)), record.reason
         assert str(record.advice).startswith("Read logs/tp2-0 ")
@@ -233,7 +233,7 @@ class TestListening:
         real = msgspec.structs.replace(
             work(tmp_path), worker="dcpbench.worker", settings=settings, timeout=300, engines=engines
         )
-        launcher.run_points(points, real, Machines(), watch)
+        launcher.run_points(points, real, RendezvousOptions(), watch)
         assert outcomes(read_records(tmp_path)) == [(2, 16, "ok")] * 2
         assert seen["measure"] == {"0100007F"}
         assert set().union(*seen.values()) == {"0100007F"}
@@ -275,7 +275,7 @@ class TestLimits:
         monkeypatch.setattr(launcher, "MIN_STAGE_LIMIT_S", 2.0)
         importing = msgspec.structs.replace(work(tmp_path, timeout=1e-6), worker="importing_worker")
         with pytest.raises(WorkerError, match="gave no sign of life for 2 s before its first point, twice"):
-            launcher.run_points([point(2, 100)], importing, Machines(), lambda _: None)
+            launcher.run_points([point(2, 100)], importing, RendezvousOptions(), lambda _: None)
 
 
 class TestFolder:
@@ -291,7 +291,10 @@ class TestFolder:
             pytest.raises(OutputError, match=r"was removed or moved .* add --resume"),
         ):
             launcher.run_points(
-                [point(2, 66), point(2, 101)], msgspec.structs.replace(work(folder), lock=lock), Machines(), watch
+                [point(2, 66), point(2, 101)],
+                msgspec.structs.replace(work(folder), lock=lock),
+                RendezvousOptions(),
+                watch,
             )
         assert not folder.exists()
         assert not processes(mark)
@@ -301,7 +304,7 @@ class TestFolder:
         """Rank 0 cannot append its record, no point is blamed, and the report can be written elsewhere."""
         points = [point(2, 100), point(2, 28), point(2, 101)]
         with pytest.raises(DiskError) as caught:
-            launcher.run_points(points, work(tmp_path), Machines(), lambda _: None)
+            launcher.run_points(points, work(tmp_path), RendezvousOptions(), lambda _: None)
         assert "no space is left on its disk. No point is to blame, and what was recorded before is safe" in str(
             caught.value
         )

@@ -84,12 +84,12 @@ def no_yarn(patch: Patch) -> None:
 
 def no_mscale(patch: Patch) -> None:
     """The softmax scale without mscale_all_dim's factor."""
-    patch(attention, "compute_softmax_scale", lambda shape: (shape.nope + shape.rope) ** -0.5)
+    patch(attention, "compute_softmax_scale", lambda shape: (shape.qk_nope_head_dim + shape.qk_rope_head_dim) ** -0.5)
 
 
 def routed_scale_of_1(patch: Patch) -> None:
     """Routed experts without routed_scaling_factor."""
-    _change_rule(patch, routed_scale=1.0)
+    _change_rule(patch, routed_scaling_factor=1.0)
 
 
 def rope_in_halves(patch: Patch) -> None:
@@ -142,7 +142,7 @@ def no_router_bias(patch: Patch) -> None:
 
 def no_group_limit(patch: Patch) -> None:
     """Experts chosen from all groups."""
-    _change_rule(patch, groups=1)
+    _change_rule(patch, n_group=1)
 
 
 def weights_not_normalised(patch: Patch) -> None:

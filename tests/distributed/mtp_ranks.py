@@ -27,7 +27,7 @@ from dcpbench.engine.serve_engine import ServeEngine
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.models.shapes import Gqa
-from dcpbench.points.layout import OWN_HEADS, GroupWide, Layout
+from dcpbench.points.layout import OWN_HEADS, Layout, QueryReplication
 from dcpbench.points.speculation import Speculation
 from dcpbench.serving.allocator import PADDING_PAGE
 from dcpbench.serving.requests import ServeRequest
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dcpbench.engine.decode_engine import Request
     from dcpbench.serving.allocator import Allocation
 
-TWELVE = dataclasses.replace(TINY, heads=12, experts=12, groups=3, dense_inter=96, moe_inter=48)
+TWELVE = dataclasses.replace(TINY, heads=12, experts=12, n_group=3, dense_inter=96, moe_inter=48)
 """Model shape with sizes that are divisible by 1, 2, 3 and 4 ranks."""
 GROUPED = dataclasses.replace(
     TWELVE,
@@ -46,7 +46,7 @@ GROUPED = dataclasses.replace(
     gqa=Gqa(kv_heads=1, qk_norm=True),
     q_lora=None,
     latent=0,
-    nope=0,
+    qk_nope_head_dim=0,
     rope_interleaved=False,
 )
 SHAPES = {"mla": TWELVE, "gqa": GROUPED}
@@ -66,7 +66,7 @@ class Case:
     page_size: int = 1
     interleave: int = 1
     exchange: str = "ag_rs"
-    wide: GroupWide = OWN_HEADS
+    replicated: QueryReplication = OWN_HEADS
     backend: str = "reference"
     fp8: bool = False
 
@@ -89,7 +89,7 @@ CASES = {
         Case(Layout(2)),
         Case(Layout(2, dcp=2)),
         Case(Layout(2, dcp=2), drafts=7, page_size=4, interleave=2, exchange="a2a"),
-        Case(Layout(2, dcp=2), page_size=4, wide=GroupWide(query=True, value=True), exchange="a2a"),
+        Case(Layout(2, dcp=2), page_size=4, replicated=QueryReplication(query=True, value=True), exchange="a2a"),
         Case(Layout(2, dcp=2), page_size=2, backend="triton", drafts=2),
         Case(Layout(2, dcp=2), fp8=True, exchange="a2a"),
         Case(Layout(2, dcp=2), "gqa", page_size=4),
@@ -104,7 +104,7 @@ CASES = {
         Case(Layout(4, dcp=4)),
         Case(Layout(4, dcp=4), drafts=5, page_size=4, interleave=4, exchange="a2a"),
         Case(Layout(4, dp=2, dcp=2), page_size=2),
-        Case(Layout(4, dcp=2), "gqa", page_size=4, wide=GroupWide(query=True)),
+        Case(Layout(4, dcp=2), "gqa", page_size=4, replicated=QueryReplication(query=True)),
     ],
 }
 
@@ -114,7 +114,7 @@ def make_engine(case: Case, rank: int, *, context: int = 0, requests: int = len(
     shape, layout = SHAPES[case.kind].add_drafts(case.drafts), case.layout
     context = context or max(CONTEXTS) + 2 * (NEW + case.drafts)
     weights = load_weights(
-        SyntheticSource(0, torch.float32, CPU), shape, layout, rank, layers(shape), wide=case.wide, ep="1"
+        SyntheticSource(0, torch.float32, CPU), shape, layout, rank, layers(shape), replicated=case.replicated, ep="1"
     )
     pages = 1 + requests * -(-context // (case.page_size * layout.dcp))
     stored = torch.float8_e4m3fn if case.fp8 else torch.float32
@@ -128,7 +128,7 @@ def make_engine(case: Case, rank: int, *, context: int = 0, requests: int = len(
         interleave=case.interleave,
         max_context=context,
         device=CPU,
-        wide=case.wide,
+        replicated=case.replicated,
     )
     return DecodeEngine(
         model,
@@ -144,7 +144,7 @@ def admit(engine: DecodeEngine, number: int, context: int) -> Request:
     """Add request `number` with synthetic KV, and a token to read behind it without a KV location."""
     request = engine.add_request(context)
     engine.write_random_kv(request, number, seed=0)
-    engine.requests.set_tokens(request.slot, context, [100 + number])
+    engine.request_pool.set_tokens(request.slot, context, [100 + number])
     return request
 
 
@@ -176,12 +176,12 @@ def poison(engine: DecodeEngine, requests: list[Request]) -> None:
 
 def poison_but(engine: DecodeEngine, stored: list[tuple[Allocation, int]]) -> None:
     """Fill every KV row with NaN except those of the first tokens of these allocations and of the padding page."""
-    share = engine.model.share
-    owned = {PADDING_PAGE * share.page_size + i for i in range(share.page_size)}
+    shard = engine.model.shard
+    owned = {PADDING_PAGE * shard.page_size + i for i in range(shard.page_size)}
     for allocation, length in stored:
         for loc in allocation.compute_locs(0, length).tolist():
-            if loc // share.interleave % share.dcp == share.rank:
-                owned.add(loc // (share.interleave * share.dcp) * share.interleave + loc % share.interleave)
+            if loc // shard.interleave % shard.dcp == shard.rank:
+                owned.add(loc // (shard.interleave * shard.dcp) * shard.interleave + loc % shard.interleave)
     rows = engine.model.kv.get_all_rows()
     free = [row for row in range(rows.shape[1]) if row not in owned]
     if rows.itemsize == 1:
@@ -239,7 +239,7 @@ def draft_tokens(case: Case, rank: int, truth: list[list[int]], right: bool) -> 
         for request, own in zip(requests, truth, strict=True):
             known = own[at : at + case.drafts]
             verified = known if right else [(token + 1) % vocab for token in known]
-            engine.requests.set_tokens(request.slot, request.length - case.drafts, verified)
+            engine.request_pool.set_tokens(request.slot, request.length - case.drafts, verified)
         batch = engine.plan_step(requests, query_length=case.drafts + 1)
         engine.run_eager(batch)
         yielded = {len(own) for own in engine.accept_drafts(batch, requests)}
@@ -250,7 +250,7 @@ def draft_tokens(case: Case, rank: int, truth: list[list[int]], right: bool) -> 
             engine.append_drafts(request, [0] * case.drafts)
         engine.plan_drafts(batch, requests, starts)
         engine.run_drafts(batch)
-        batch.later = None  # the next step only verifies
+        batch.draft_batches = None  # the next step only verifies
         for own, drafts in zip(found, batch.drafts.tolist(), strict=False):
             own[at] = drafts
     return found
@@ -298,7 +298,7 @@ def serve_drafts(case: Case, rank: int) -> dict[str, list[int]]:
         for sequence in step.replicas[serving.replica].emitting_sequences:
             known[sequence.request.number] += 1
             at = known[sequence.request.number]
-            drafts = engine.requests.tokens[sequence.slot, at : at + case.drafts].tolist()
+            drafts = engine.request_pool.tokens[sequence.slot, at : at + case.drafts].tolist()
             if not sequence.is_finished:
                 found[f"{sequence.request.number}/{at}"] = drafts
         launched.wait_tokens()

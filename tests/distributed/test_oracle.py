@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from dcpbench import models
 from dcpbench.launch import launcher
 from dcpbench.launch.jobs import Check, Job
-from dcpbench.launch.torchrun import Machines
+from dcpbench.launch.torchrun import RendezvousOptions
 from dcpbench.models import deepseek_v3, load_shape
 from dcpbench.models.tensor_names import TensorNames
 from dcpbench.points.layout import Layout, compute_local_length
@@ -187,10 +187,10 @@ def test_two_gpus_agree_with_transformers_with_tp_and_ep_experts(dtype, checkpoi
         for model in ("v3", "v2")
         for ep in (CUT, WHOLE)
     ]
-    work = launcher.Work(
+    options = launcher.JobOptions(
         folder=tmp_path, settings=Settings(), device="cuda", kind="verify", prompts=PROMPTS, new_tokens=NEW
     )
-    launcher.run_points(points, work, Machines(), lambda _: None)
+    launcher.run_points(points, options, RendezvousOptions(), lambda _: None)
     assert {r.point.get_key(): r.reason for r in read_last_records(tmp_path, FAILED_FILE).values()} == {}
     checks = [msgspec.json.decode(line, type=Check) for line in (tmp_path / "checks.jsonl").read_bytes().splitlines()]
     assert [c for c in checks if not c.ok] == []

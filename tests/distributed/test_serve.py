@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dcpbench.launch import launcher
-from dcpbench.launch.torchrun import Machines
+from dcpbench.launch.torchrun import RendezvousOptions
 from dcpbench.points.budget import plan_engines
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
@@ -83,10 +83,10 @@ def point(checkpoint: str, layout: Layout, load: Load, concurrency: int = 6, **f
 def serve(points: list[Point], folder: Path, settings: Settings = Settings()) -> list[Record]:  # noqa: B008 - frozen
     """Run a job of these points, and return its records."""
     engines = tuple(plan_engines(points, settings, Probe(device="cpu", count=0, name="CPU")))
-    work = launcher.Work(
+    options = launcher.JobOptions(
         folder=folder, settings=settings, device="cpu", worker="tests.distributed.rank", engines=engines
     )
-    launcher.run_points(points, work, Machines(), lambda _: None)
+    launcher.run_points(points, options, RendezvousOptions(), lambda _: None)
     return read_records(folder)
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dcpbench.launch import launcher
-from dcpbench.launch.torchrun import Machines
+from dcpbench.launch.torchrun import RendezvousOptions
 from dcpbench.points.budget import plan_engines
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
@@ -55,10 +55,10 @@ def point(layout: Layout = Layout(2, dcp=2), concurrency: int = 6, **changes: ob
 def run(points: list[Point], folder: Path) -> list[Record]:
     """Run a job of these points, and return its records."""
     engines = tuple(plan_engines(points, SETTINGS, CPU))
-    work = launcher.Work(
+    options = launcher.JobOptions(
         folder=folder, settings=SETTINGS, device="cpu", worker="tests.distributed.rank", engines=engines
     )
-    launcher.run_points(points, work, Machines(), lambda _: None)
+    launcher.run_points(points, options, RendezvousOptions(), lambda _: None)
     records = read_records(folder)[-len(points) :]
     assert [(r.outcome, r.reason, r.detail) for r in records] == [("ok", None, {})] * len(points)
     return records

@@ -9,7 +9,7 @@ import torch
 
 from dcpbench.launch import launcher
 from dcpbench.launch.jobs import Check, Job, decode_check
-from dcpbench.launch.torchrun import Machines
+from dcpbench.launch.torchrun import RendezvousOptions
 from dcpbench.models import load_shape
 from dcpbench.points.settings import Settings
 from dcpbench.records.folder import FAILED_FILE
@@ -45,7 +45,7 @@ def verify_by_job(
     points: Sequence[Point], prompts: Prompts, new: int, folder: Path, worker: str = "tests.distributed.rank"
 ) -> list[Check]:
     """Run `verify` on points of several ranks, in this order; return all checks. No point may fail."""
-    work = launcher.Work(
+    options = launcher.JobOptions(
         folder=folder,
         settings=Settings(),
         device="cpu",
@@ -54,7 +54,7 @@ def verify_by_job(
         prompts=prompts,
         new_tokens=new,
     )
-    launcher.run_points(list(points), work, Machines(), lambda _: None)
+    launcher.run_points(list(points), options, RendezvousOptions(), lambda _: None)
     assert {r.point.get_key(): r.reason for r in read_last_records(folder, FAILED_FILE).values()} == {}, (
         "no point failed"
     )

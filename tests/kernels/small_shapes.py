@@ -19,7 +19,7 @@ from dcpbench.kernels.gqa import GqaSpec, make_gqa_backend
 from dcpbench.kernels.head_order import to_head_order
 from dcpbench.kernels.int4 import quantize
 from dcpbench.kernels.kv_gather import gather_in_token_order, make_request_table, pack_rows
-from dcpbench.kernels.kv_indices import Share, write_pages
+from dcpbench.kernels.kv_indices import DcpShard, write_pages
 from dcpbench.kernels.kv_up_proj import decompress_latents, gather_rows
 from dcpbench.kernels.kv_write import write_kv
 from dcpbench.kernels.merge import correct_attn_out
@@ -117,14 +117,14 @@ def kv() -> None:
     locs[::3] = -1
     for dtype in (torch.bfloat16, torch.uint8):
         pool = torch.zeros(77, 576, dtype=dtype, device="cuda")
-        write_kv(pool, new, locs, Share(rank=0, dcp=2))
+        write_kv(pool, new, locs, DcpShard(rank=0, dcp=2))
     table = torch.zeros(5, 3000, dtype=torch.int32, device="cuda")
     slots, lengths = torch.arange(5, device="cuda"), torch.tensor([0, 1, 3000, 2999, 17], device="cuda")
     counts, starts = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (5, 6))
     for dcp in (1, 3):
-        share = Share(rank=dcp - 1, dcp=dcp)
-        write_pages(torch.zeros_like(table), None, counts, table, slots, lengths, share)
-        write_pages(torch.zeros_like(table).flatten(), starts, counts, table, slots, lengths, share)
+        shard = DcpShard(rank=dcp - 1, dcp=dcp)
+        write_pages(torch.zeros_like(table), None, counts, table, slots, lengths, shard)
+        write_pages(torch.zeros_like(table).flatten(), starts, counts, table, slots, lengths, shard)
     for requests in ((50, 0, 7), (3,)):
         prefix = Prefix(requests, 4)
         parts = [_normal(prefix.part_rows, 576) for _ in range(4)]

@@ -10,13 +10,13 @@ from dcpbench.bench.operators.attention import Attention
 from dcpbench.bench.operators.exchange import compute_work
 from dcpbench.bench.operators.moe import Inputs, Sizes
 from dcpbench.models import SHAPES
-from dcpbench.points.layout import GroupWide, Layout
-from dcpbench.points.roofline import Routed, Sharding, StepRows, Work, iter_expert_works, iter_phase_works
+from dcpbench.points.layout import Layout, QueryReplication
+from dcpbench.points.roofline import ExpertLoad, OperatorCost, Sharding, StepRows, iter_expert_works, iter_phase_works
 
 V3 = SHAPES["deepseek-v3"]
 
 
-def works(sharding: Sharding, step: StepRows, *phases: str) -> list[Work]:
+def works(sharding: Sharding, step: StepRows, *phases: str) -> list[OperatorCost]:
     """Return the works of one layer's operators in these phases."""
     return [work for phase, _, work in iter_phase_works(sharding, step) if phase in phases]
 
@@ -29,16 +29,16 @@ def test_attention_work_of_a_step_equals_that_of_bench_attention():
     assert works(sharding, StepRows(decodes=(24,) * 3, sampled=3, tokens=3), "attention") == [calls.work]
 
 
-@pytest.mark.parametrize("wide", [GroupWide(), GroupWide(query=True), GroupWide(value=True)])
+@pytest.mark.parametrize("wide", [QueryReplication(), QueryReplication(query=True), QueryReplication(value=True)])
 def test_exchange_work_of_a_layer_equals_that_of_bench_exchange(wide):
     """Use H 128, 4 ranks, 8 requests: gathered q and merged outputs together are a call of bench exchange."""
-    sharding = Sharding(shape=V3, layout=Layout(4, 1, 4), itemsize=2, wide=wide)
+    sharding = Sharding(shape=V3, layout=Layout(4, 1, 4), itemsize=2, replicated=wide)
     step = StepRows(decodes=(4000,) * 8, sampled=8, tokens=8)
     sizes = {
         "heads": 128,
         "requests": 8,
         "ranks": 4,
-        "value": V3.value if wide.value else V3.latent,
+        "value": V3.v_head_dim if wide.value else V3.latent,
         "q": "replicated" if wide.query else "gathered",
     }
     bench = compute_work(Case(variant="symm", calls=0, sizes=sizes))
@@ -59,6 +59,6 @@ def test_expert_work_of_a_layer_equals_that_of_bench_moe(product):
     counts = torch.bincount(ids.flatten(), minlength=8).tolist()
     inputs = Inputs(sizes=sizes, x=x, weight=x.new_empty(sizes.weight), ids=ids, counts=counts)
     sharding = Sharding(shape=shape, layout=Layout(1), itemsize=2)
-    (routed,) = sharding.count_routed(ids.flatten().tolist())
-    assert routed == Routed(hit=5, rows=8)
-    assert list(iter_expert_works(sharding, StepRows(tokens=4), routed))[product] == inputs.compute_work()
+    (load,) = sharding.count_expert_loads(ids.flatten().tolist())
+    assert load == ExpertLoad(active_experts=5, assignments=8)
+    assert list(iter_expert_works(sharding, StepRows(tokens=4), load))[product] == inputs.compute_work()

@@ -13,7 +13,7 @@ from dcpbench.bench.operators.linear import Linear
 from dcpbench.errors import MissingPackageError, UsageError
 from dcpbench.kernels.block_scaled import Scaled, dequantize_rows, dequantize_weight, quantize_rows_reference
 from dcpbench.models.weight_formats import FORMATS, FP8, UNQUANTISED
-from dcpbench.points.memory import Product
+from dcpbench.points.memory import LinearShape
 from dcpbench.points.roofline import compute_linear_work
 
 
@@ -85,10 +85,10 @@ def test_work_counts_weights_scales_and_rows():
     """Count 200 × 256 weights in 2 × 2 blocks, 3 rows of 256 in and of 200 out in bf16; bf16 weights are twice as
     large.
     """
-    work = compute_linear_work(Product(256, 200), 3, itemsize=2, weights=FORMATS[FP8])
+    work = compute_linear_work(LinearShape(256, 200), 3, itemsize=2, weights=FORMATS[FP8])
     assert work.memory_bytes == 200 * 256 + 4 * 4 + 3 * (256 + 200) * 2
     assert (work.flops, work.flops_limit) == (2 * 3 * 200 * 256, "matmul_fp8")
-    work = compute_linear_work(Product(256, 200), 3, itemsize=2, weights=UNQUANTISED)
+    work = compute_linear_work(LinearShape(256, 200), 3, itemsize=2, weights=UNQUANTISED)
     assert work.memory_bytes == 2 * 200 * 256 + 3 * (256 + 200) * 2
     assert work.flops_limit == "matmul"
 

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 SHAPE = dataclasses.replace(
     load_shape("deepseek-v3"),
-    layers=3, first_dense=1, hidden=256, heads=4, q_lora=128, experts=4, top_k=2, groups=1, top_groups=1,
-    moe_inter=256, dense_inter=512, vocab=203, latent=128, nope=64, value=64, rope=16,
+    layers=3, first_dense=1, hidden=256, heads=4, q_lora=128, experts=4, top_k=2, n_group=1, topk_group=1,
+    moe_inter=256, dense_inter=512, vocab=203, latent=128, qk_nope_head_dim=64, v_head_dim=64, qk_rope_head_dim=16,
 )  # fmt: skip
 """Model shape for which the shards of two ranks end inside blocks of 128 × 128 numbers and inside the 256 that are drawn together."""
 GROUPED = dataclasses.replace(  # the same with grouped-query attention
     load_shape("qwen3-30b-a3b"),
-    layers=2, hidden=256, heads=4, gqa=Gqa(kv_heads=2, qk_norm=True), experts=4, top_k=2, moe_inter=256, vocab=203, rope=96, value=96,
+    layers=2, hidden=256, heads=4, gqa=Gqa(kv_heads=2, qk_norm=True), experts=4, top_k=2, moe_inter=256, vocab=203, qk_rope_head_dim=96, v_head_dim=96,
 )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def test_mla_tensor_names_and_shapes_equal_those_of_transformers(model: str) -> 
         moe_intermediate_size=small.moe_inter, num_hidden_layers=small.layers, first_k_dense_replace=small.first_dense,
         num_attention_heads=small.heads, num_key_value_heads=small.heads, n_routed_experts=small.experts,
         num_experts_per_tok=small.top_k, kv_lora_rank=small.latent, q_lora_rank=small.q_lora,
-        qk_rope_head_dim=small.rope, qk_nope_head_dim=small.nope, v_head_dim=small.value,
+        qk_rope_head_dim=small.qk_rope_head_dim, qk_nope_head_dim=small.qk_nope_head_dim, v_head_dim=small.v_head_dim,
         n_shared_experts=small.shared_experts, n_group=1, topk_group=1,
     )  # fmt: skip
     with torch.device("meta"):
@@ -136,7 +136,9 @@ def test_gqa_tensor_names_and_shapes_equal_those_of_transformers(model: str) -> 
     transformers = pytest.importorskip("transformers")
     published = load_shape(model)
     layers = {"layers": 2, "first_dense": 0 if published.experts else 2}
-    small = dataclasses.replace(published, hidden=64, heads=4, dense_inter=64, vocab=203, rope=16, value=16, **layers)
+    small = dataclasses.replace(
+        published, hidden=64, heads=4, dense_inter=64, vocab=203, qk_rope_head_dim=16, v_head_dim=16, **layers
+    )
     if published.experts:
         small = dataclasses.replace(small, experts=4, top_k=2, moe_inter=32)
     assert small.gqa is not None
@@ -194,6 +196,6 @@ def test_plugin_loads_the_tensors_of_the_model_config(tmp_path: Path) -> None:
 
 def _shrink(shape: ModelShape) -> ModelShape:
     return dataclasses.replace(
-        shape, layers=2, first_dense=1, hidden=64, heads=4, q_lora=shape.q_lora and 32, experts=4, top_k=2, groups=1,
-        top_groups=1, moe_inter=32, dense_inter=64, vocab=203, latent=32, nope=16, value=16, rope=16,
+        shape, layers=2, first_dense=1, hidden=64, heads=4, q_lora=shape.q_lora and 32, experts=4, top_k=2, n_group=1,
+        topk_group=1, moe_inter=32, dense_inter=64, vocab=203, latent=32, qk_nope_head_dim=16, v_head_dim=16, qk_rope_head_dim=16,
     )  # fmt: skip

@@ -189,7 +189,7 @@ def test_wrong_scale_or_swapped_number_exceeds_the_error_limit(group, device):
 
 def compute_sorted_truth(x, weight, plan, ids, *, gated):
     """Return the sorted rows of a product with dequantised experts, in fp32."""
-    source = plan.source.long()
+    source = plan.sorted_token_ids.long()
     rows = (x[source // ids.shape[1]] if gated else x).float()
     expert = ids.flatten()[source]
     truth = torch.cat(
@@ -214,7 +214,7 @@ def check_tilings(product, group, requests, experts, sizes, tilings, device):
     for columns, stages, warps, weight_first, *blocks in tilings:
         more = {"blocks": blocks[0]} if blocks else {}
         tiling = Tiling(columns=columns, stages=stages, warps=warps, weight_first=weight_first, **more)
-        found = int4_experts.compute_product(x, weight, plan, 2, gated=gated, tiling=tiling)
+        found = int4_experts.compute_grouped_gemm(x, weight, plan, 2, gated=gated, tiling=tiling)
         assert compute_error(found, truth) < 1, tiling
 
 
@@ -299,13 +299,13 @@ def test_tilings_tool_checks_each_product_and_reports_a_wrong_one(tmp_path, caps
     gate_up, down = capsys.readouterr().out.splitlines()
     assert "32x2x4xw is right" in gate_up
     assert "64x2x4xr is right" in down
-    right = int4_experts.compute_product
+    right = int4_experts.compute_grouped_gemm
 
     def compute_wrong(*given, gated, **more):
         assert int4_experts.choose_tiling(8, 256, 256, 16, gated=gated).weight_first == gated
         return right(*given, gated=gated, **more) * (1.1 if gated else 1)
 
-    monkeypatch.setattr(int4_experts, "compute_product", compute_wrong)
+    monkeypatch.setattr(int4_experts, "compute_grouped_gemm", compute_wrong)
     assert int4_tilings.main(words) == 1
     gate_up, down = capsys.readouterr().out.splitlines()
     assert "32x2x4xw WRONG" in gate_up

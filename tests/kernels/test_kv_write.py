@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dcpbench.kernels.kv_indices import Share
+from dcpbench.kernels.kv_indices import DcpShard
 from dcpbench.kernels.kv_write import write_kv_fused, write_kv_reference
 from dcpbench.points import layout
 
@@ -21,8 +21,8 @@ def test_each_rank_writes_only_its_own_rows(width, dcp, interleave, device):
     new = torch.randn(len(locs), width, device=device)
     for rank in range(dcp):
         pools = [torch.full((8 * interleave, width), NAN, device=device) for _ in range(2)]
-        write_kv_reference(pools[0], new, locs, Share(rank=rank, dcp=dcp, interleave=interleave))
-        write_kv_fused(pools[1], new, locs, Share(rank=rank, dcp=dcp, interleave=interleave))
+        write_kv_reference(pools[0], new, locs, DcpShard(rank=rank, dcp=dcp, interleave=interleave))
+        write_kv_fused(pools[1], new, locs, DcpShard(rank=rank, dcp=dcp, interleave=interleave))
         assert torch.equal(pools[0].isnan(), pools[1].isnan())
         assert torch.equal(pools[0].nan_to_num(), pools[1].nan_to_num())
         assert int((~pools[1].isnan()).all(dim=1).sum()) == 5 * interleave
@@ -37,9 +37,9 @@ def test_rows_are_quantised_for_a_float8_pool(interleave, device):
         new = torch.randn(tokens, 576, generator=generator).to(torch.bfloat16)
         new[layout.get_owner(locs, dcp, interleave) != rank] = NAN
         pools = [torch.full((tokens, 576), 0xA5, dtype=torch.uint8, device=device) for _ in range(2)]
-        share = Share(rank=rank, dcp=dcp, interleave=interleave)
-        write_kv_reference(pools[0], new.to(device), locs.to(device), share, 0.37)
-        write_kv_fused(pools[1], new.to(device), locs.to(device), share, 0.37)
+        shard = DcpShard(rank=rank, dcp=dcp, interleave=interleave)
+        write_kv_reference(pools[0], new.to(device), locs.to(device), shard, 0.37)
+        write_kv_fused(pools[1], new.to(device), locs.to(device), shard, 0.37)
         assert torch.equal(pools[0], pools[1])
         assert int((pools[1] != 0xA5).any(dim=1).sum()) == tokens // dcp
 
@@ -47,7 +47,7 @@ def test_rows_are_quantised_for_a_float8_pool(interleave, device):
 def test_step_without_valid_locations_leaves_the_pool_unchanged(device):
     pool = torch.full((4, 48), NAN, device=device)
     locs = torch.full((6,), -1, dtype=torch.int32, device=device)
-    write_kv_fused(pool, torch.ones(6, 48, device=device), locs, Share(rank=0, dcp=2))
+    write_kv_fused(pool, torch.ones(6, 48, device=device), locs, DcpShard(rank=0, dcp=2))
     assert bool(pool.isnan().all())
 
 
@@ -56,6 +56,6 @@ def test_row_beyond_two_to_the_31_elements_is_written():
     """Use 4,000,000 rows of 576: row 3,999,999 starts at element 2,303,999,424, past 2^31 = 2,147,483,648."""
     pool = torch.zeros(4_000_000, 576, dtype=torch.bfloat16, device="cuda")
     locs = torch.tensor([3_999_999], dtype=torch.int32, device="cuda")
-    write_kv_fused(pool, torch.ones(1, 576, dtype=torch.bfloat16, device="cuda"), locs, Share(rank=0, dcp=1))
+    write_kv_fused(pool, torch.ones(1, 576, dtype=torch.bfloat16, device="cuda"), locs, DcpShard(rank=0, dcp=1))
     assert int(pool[3_999_999].sum()) == 576
     assert int(pool[:3_999_999].count_nonzero()) == 0

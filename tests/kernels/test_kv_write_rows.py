@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dcpbench.kernels.kv_indices import Share
+from dcpbench.kernels.kv_indices import DcpShard
 from dcpbench.kernels.kv_write import (
     Tiling,
     choose_tiling,
@@ -14,7 +14,7 @@ from dcpbench.kernels.kv_write import (
 )
 
 BF16, E4M3, BYTES = torch.bfloat16, torch.float8_e4m3fn, torch.uint8
-ALONE = Share(rank=0, dcp=1)
+ALONE = DcpShard(rank=0, dcp=1)
 POISON = 0xA5  # byte that fills a pool before a write; no row of these tests consists of it
 
 
@@ -114,7 +114,7 @@ def test_float8_rounds_to_nearest_and_ties_to_even(device):
 def test_write_kv_uses_the_reference_on_cpu_and_the_kernel_on_gpu(device):
     pool = make_poisoned(3, 8, BF16, device)
     new, locs = torch.ones(2, 8, dtype=BF16, device=device), torch.tensor([2, -1], device=device)
-    write_kv(pool, new, locs, Share(rank=0, dcp=1))
+    write_kv(pool, new, locs, DcpShard(rank=0, dcp=1))
     assert pool[2].tolist() == [1.0] * 8
     assert bool((get_bytes(pool[:2]) == POISON).all())
 

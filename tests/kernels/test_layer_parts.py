@@ -97,7 +97,7 @@ def test_softmax_scale_of_v3_has_mscale_squared():
 
 def make_ungrouped_rule(top_k, scale=1.0):
     """Return V3's normalised sigmoid rule without groups."""
-    return dataclasses.replace(SHAPES["deepseek-v3"], top_k=top_k, groups=1, top_groups=1, routed_scale=scale)
+    return dataclasses.replace(SHAPES["deepseek-v3"], top_k=top_k, n_group=1, topk_group=1, routed_scaling_factor=scale)
 
 
 @pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "tiny"])
@@ -166,9 +166,9 @@ def test_decode_plan_sorts_like_prompts_and_splits_experts_into_tiles(tokens, fi
     ids[: tokens // 2, 0] = first  # one expert of many rows
     ids = ids.to(device)
     _, place, ends = prefill_experts.sort_by_expert(ids, first, local)
-    plan = decode_experts.plan_product(ids, first, local, rows=16)
-    assert torch.equal(plan.place, place)
-    assert torch.equal(plan.source[place.long()], torch.arange(ids.numel(), dtype=torch.int32, device=device))
+    plan = decode_experts.align_tokens_to_experts(ids, first, local, rows=16)
+    assert torch.equal(plan.inverse_permutation, place)
+    assert torch.equal(plan.sorted_token_ids[place.long()], torch.arange(ids.numel(), dtype=torch.int32, device=device))
     begins = [0, *ends.tolist()]
     expected = [(e, row, begins[e + 1]) for e in range(local) for row in range(begins[e], begins[e + 1], 16)]
     tiles = [tuple(tile) for tile in plan.tiles.T.tolist() if tile[0] >= 0]
@@ -251,7 +251,7 @@ def test_tokens_without_an_expert_cost_no_tile_and_change_no_other_token(way, fi
             for i in (ids, few[2])
         ]
     else:
-        totals = [(decode_experts.plan_product(i, first, 4, 16).tiles[0] >= 0).sum() for i in (ids, few[2])]
+        totals = [(decode_experts.align_tokens_to_experts(i, first, 4, 16).tiles[0] >= 0).sum() for i in (ids, few[2])]
     assert int(totals[0]) == int(totals[1]) > 0
 
 
@@ -285,9 +285,9 @@ def test_decode_product_agrees_with_fp64_for_every_tiling(rows, depth, device):
     """Compute down projections of 3 experts, one of which has no row; no depth is a multiple of a block."""
     make = make_random(device, depth)
     ids = torch.tensor([[0], [2], [0]] * 12, dtype=torch.int32, device=device)
-    plan = decode_experts.plan_product(ids, 0, 3, rows)
+    plan = decode_experts.align_tokens_to_experts(ids, 0, 3, rows)
     x, weight = make(36, depth), make(3, 130, depth)
-    found = decode_experts.compute_product(x, weight, plan, 1, gated=False)
+    found = decode_experts.compute_grouped_gemm(x, weight, plan, 1, gated=False)
     truth = torch.stack([weight[0 if row < 24 else 2].double() @ x[row].double() for row in range(36)])
     assert compute_error(found, truth) < 1
 
@@ -302,7 +302,7 @@ def test_prompt_product_agrees_with_fp64_for_every_tiling(columns, gated, wide, 
     make = make_random(device, rows)
     ends = torch.tensor([2 * rows, 2 * rows, 3 * rows + 1, 4 * rows], dtype=torch.int32, device=device)
     x, weight = make(4 * rows, 72) * 0.3, make(4, 2 * columns if gated else columns, 72) * 0.3
-    found = prefill_experts.compute_product(x, weight, ends, gated=gated)
+    found = prefill_experts.compute_grouped_gemm(x, weight, ends, gated=gated)
     expert = torch.searchsorted(ends, torch.arange(4 * rows, dtype=torch.int32, device=device), right=True).tolist()
     truth = torch.stack([weight[e].double() @ row.double() for e, row in zip(expert, x, strict=True)])
     if gated:
@@ -366,7 +366,9 @@ def test_prompts_of_any_length_need_few_compiled_kernels(device):
     ends = torch.zeros(64, dtype=torch.int32, device=device)
     strides = {prefill_experts.split_tiles(ends, 6 * tokens, 64)[0].stride(0) for tokens in range(200, 1800, 40)}
     strides |= {
-        decode_experts.plan_product(torch.zeros(tokens, 6, dtype=torch.int32, device=device), 0, 64).tiles.stride(0)
+        decode_experts.align_tokens_to_experts(
+            torch.zeros(tokens, 6, dtype=torch.int32, device=device), 0, 64
+        ).tiles.stride(0)
         for tokens in range(1, 60, 7)
     }
     assert strides <= {8, 16, 32, 64, 128, 256}

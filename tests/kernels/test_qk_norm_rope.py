@@ -36,7 +36,7 @@ def test_kernel_agrees_with_the_reference(heads, kv_heads, width, norm, device):
     """Use rows that are part of wider ones; other columns must not change."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     generator = torch.Generator(device).manual_seed(0)
-    shape = dataclasses.replace(SHAPES["qwen3-8b"], rope=width, value=width)
+    shape = dataclasses.replace(SHAPES["qwen3-8b"], qk_rope_head_dim=width, v_head_dim=width)
     table = make_rope_table(shape, 50, device)
     qkv = torch.randn(5, (heads + 2 * kv_heads) * width + 8, generator=generator, device=device).to(dtype)
     norms = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dcpbench.kernels.kv_indices import Share
+from dcpbench.kernels.kv_indices import DcpShard
 from dcpbench.kernels.synthetic_kv import fill_counter_based, fill_reference
 from dcpbench.points import layout
 
@@ -16,7 +16,7 @@ def fill_and_gather(fill, tokens, dcp, interleave, first_loc, device, **options)
     out = torch.full((2, tokens, 48), float("nan"), device=device)
     for rank in range(dcp):
         pool = torch.full((2, 64, 48), float("nan"), device=device)
-        fill(pool, locs, Share(rank=rank, dcp=dcp, interleave=interleave), **options)
+        fill(pool, locs, DcpShard(rank=rank, dcp=dcp, interleave=interleave), **options)
         for token, loc in enumerate(locs.tolist()):
             if layout.get_owner(loc, dcp, interleave) == rank:
                 out[:, token] = pool[:, layout.get_row(loc, dcp, interleave)]
@@ -58,5 +58,5 @@ def test_fp8_pool_holds_the_same_rows_rounded(fill, device):
     wide = torch.zeros(2, 64, 48, device=device)
     small = wide.to(torch.float8_e4m3fn)
     for pool in (wide, small):
-        fill(pool, locs, Share(rank=1, dcp=2), request=3, seed=0)
+        fill(pool, locs, DcpShard(rank=1, dcp=2), request=3, seed=0)
     assert torch.equal(small.float(), wide.to(torch.float8_e4m3fn).float())

@@ -16,7 +16,7 @@ from dcpbench.servers.prompt_format import ANSWER_IDS, PromptFormat
 from tests.servers.fake_server import FAULTS, Model, Running, Script
 
 LIMIT_S = 1.0
-MANNER = PromptFormat(endpoint="completions", model="fake", extras=ANSWER_IDS, vocab=1000)
+PROMPT_FORMAT = PromptFormat(endpoint="completions", model="fake", extras=ANSWER_IDS, vocab=1000)
 SAID = {
     "401": ("HTTP 401", "HTTP 401: Unauthorized"),
     "404": ("HTTP 404", "HTTP 404: Not Found"),
@@ -46,7 +46,9 @@ HARMLESS = ("no-usage-no-tokens", "crlf", "slow-bytes", "continue")
 def call(target: Target, number: int = 0, tokens: int = 10) -> Call:
     """Return a request of 20 tokens."""
     return Call(
-        number, target.encode_request("POST", "/v1/completions", MANNER.encode_body(np.arange(20), tokens)), tokens
+        number,
+        target.encode_request("POST", "/v1/completions", PROMPT_FORMAT.encode_body(np.arange(20), tokens)),
+        tokens,
     )
 
 

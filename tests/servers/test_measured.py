@@ -24,7 +24,7 @@ from dcpbench.servers.prompt_format import Tokenized, Words, find_prompt_format
 from dcpbench.servers.server_sweep import _make_log_path
 from dcpbench.serving.outcome import format_summary
 from dcpbench.serving.requests import ServeRequest
-from dcpbench.serving.traffic import Sample
+from dcpbench.serving.traffic import RequestResult
 from tests.unit import record_builder, serve_record_builder
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ def test_lengths_that_differ_by_more_than_5_percent_are_flagged(prompt: int, tok
 
     requested = [request(0, 100, 20), request(1, 100, 20)]
     samples = [
-        Sample(request(0, prompt, tokens), 0.0, token_s=[1.0] * tokens),
-        Sample(request(1, 500, 20), 0.0, token_s=[1.0]),
+        RequestResult(request(0, prompt, tokens), 0.0, token_s=[1.0] * tokens),
+        RequestResult(request(1, 500, 20), 0.0, token_s=[1.0]),
     ]
     assert _has_other_lengths(samples, requested) is nominal
 
@@ -177,7 +177,7 @@ def test_progress_events_have_the_summary_or_the_failure_reason(
     records = iter([(good, None), (bad, None), (bad, KeyboardInterrupt())])
     monkeypatch.setattr(measure, "measure_point", lambda *_: next(records))
     seen: list[Progress] = []
-    places = measure.list_places([good.point] * 3, seen.append)
+    places = measure.list_point_progress([good.point] * 3, seen.append)
     with pytest.raises(KeyboardInterrupt):
         measure.measure_points(places, SimpleNamespace(folder=tmp_path, exit_reason=""))  # type: ignore[arg-type]
     assert good.serve is not None

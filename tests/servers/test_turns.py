@@ -181,7 +181,7 @@ def test_each_session_stays_in_one_process() -> None:
             self.number, self.requests = number, 3
 
     shares = split_load(target, [Made(n) for n in manner_calls], LoadOptions(clients=3), 2)  # type: ignore[arg-type]
-    assert sorted(call.number for share in shares for call in share.calls) == manner_calls
+    assert sorted(call.number for part in shares for call in part.calls) == manner_calls
     assert len(shares) == 2
 
 

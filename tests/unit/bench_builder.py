@@ -1,7 +1,7 @@
 """Build records of benches as a GPU or a CPU would leave them, with numbers chosen by the test."""
 
 from dcpbench.bench.bench_record import BenchRecord, Case, Graph, Result, Timing
-from dcpbench.points.roofline import Work
+from dcpbench.points.roofline import OperatorCost
 from dcpbench.records.record import Environment
 
 
@@ -17,7 +17,7 @@ def result(variant: str, *, requests: int = 16, us: float | None = None, **field
         **{
             "correct": True,
             "graph": Graph(time=timing(us), correct=True) if us else None,
-            "work": Work(memory_bytes=1000 * requests),
+            "work": OperatorCost(memory_bytes=1000 * requests),
         }
         | fields,
     )

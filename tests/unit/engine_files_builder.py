@@ -13,7 +13,7 @@ from dcpbench.exports.measured_points import MeasuredPoint
 from dcpbench.points.layout import Layout
 from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, find_warnings, make_rows
 from dcpbench.serving.samples import write_samples
-from dcpbench.serving.traffic import Sample
+from dcpbench.serving.traffic import RequestResult
 from tests.unit import record_builder, virtual_serving
 from tests.unit import serve_record_builder as build
 
@@ -233,7 +233,7 @@ def measured(
     """Return a served point with tokens at these times, with its samples next to the record."""
     served_point = served_point or point()
     samples = [
-        Sample(virtual_serving.request(i, inputs, len(token_s)), submitted, list(token_s))
+        RequestResult(virtual_serving.request(i, inputs, len(token_s)), submitted, list(token_s))
         for i, (submitted, token_s) in enumerate(times)
     ]
     traffic: Any = types.SimpleNamespace(samples=samples)

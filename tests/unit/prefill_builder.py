@@ -67,7 +67,7 @@ def step(
     if last_only:
         ends = torch.tensor([1] * len(decodes) + [count for _, count in chunks]).cumsum(0) - 1
         wanted = ends.to(engine.device)
-    locs = engine.requests.table[slots, positions].clamp(min=0)
+    locs = engine.request_pool.table[slots, positions].clamp(min=0)
     inputs = StepInput(
         tokens,
         positions,
@@ -75,7 +75,7 @@ def step(
         logit_rows=wanted,
         live=None if live is None else torch.tensor(live, device=engine.device),
     )
-    plan = prefiller.plan_chunks(planned, engine.requests.table, len(decodes)) if planned else None
+    plan = prefiller.plan_chunks(planned, engine.request_pool.table, len(decodes)) if planned else None
     if pieces:
         found = pieces.get_pieces(len(rows)).run_step(inputs, pieces.get_decodes(batch) if batch else None, plan)
     else:

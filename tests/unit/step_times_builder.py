@@ -12,7 +12,7 @@ from dcpbench.serving.step_times import PATH_AXES, EnginePath, MeasuredCase, Ste
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.serving.step_model import Work
+    from dcpbench.serving.step_model import ReplicaBatch
 
 EXTENT = Extent(requests=48, context=5500, pages=1200, virtual_page=256, chunk=8192, targets=(8, 48), prompts=(4000,))
 """Extent of DeepSeek-V3 on tp4·dcp4 with prompts of 4,000 and answers of 1,500 tokens, and KV for 307,200."""
@@ -27,19 +27,19 @@ def make_path(**fields: str | int | bool) -> EnginePath:
 PATH = make_path(model="tiny", tp=4, dcp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="ag_rs")
 
 
-def true_ms(work: Work) -> float:
+def true_ms(batch: ReplicaBatch) -> float:
     """Return 40 ms to read weights, 1.4 a row and 0.1 per thousand KV tokens, plus products of padded rows and
     attention of chunks.
     """
-    if not work.tokens:
-        return 40 + 1.4 * work.rows + 1e-4 * work.kv_tokens
-    chunks = 60 + 0.045 * compute_chunk_rows(work.rows + work.tokens) + 2.5e-6 * work.pairs + 1.5e-3 * work.prefix
-    return chunks + (5 + 0.05 * work.rows + 1e-4 * work.kv_tokens if work.rows else 0)
+    if not batch.tokens:
+        return 40 + 1.4 * batch.rows + 1e-4 * batch.kv_tokens
+    chunks = 60 + 0.045 * compute_chunk_rows(batch.rows + batch.tokens) + 2.5e-6 * batch.pairs + 1.5e-3 * batch.prefix
+    return chunks + (5 + 0.05 * batch.rows + 1e-4 * batch.kv_tokens if batch.rows else 0)
 
 
 def step_times(
     extent: Extent = EXTENT,
-    truth: Callable[[Work], float] = true_ms,
+    truth: Callable[[ReplicaBatch], float] = true_ms,
     *,
     launch_ms: float = 2.0,
     device: str = "NVIDIA H200",

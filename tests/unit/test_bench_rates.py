@@ -17,7 +17,7 @@ from dcpbench.bench.shown.bench_findings import (
 )
 from dcpbench.bench.shown.bench_table import format_legend, make_table
 from dcpbench.bench.shown.pictures import select_spaced, write_picture
-from dcpbench.points.roofline import Work, compute_floor_us
+from dcpbench.points.roofline import OperatorCost, compute_floor_us
 from dcpbench.records.record import Environment
 from tests.unit.bench_builder import timing
 
@@ -25,7 +25,7 @@ LIMITS = {"read": 4e12, "copy": 2e12, "matmul": 800e12, "peer": 400e9, "barrier"
 UNITS = {"read": "B/s", "copy": "B/s", "matmul": "FLOP/s", "peer": "B/s", "barrier": "s"}
 
 
-def result(variant: str, us: float, work: Work, **sizes) -> Result:
+def result(variant: str, us: float, work: OperatorCost, **sizes) -> Result:
     """Return a correct result that took `us` in a graph."""
     return Result(
         case=Case(variant=variant, calls=0, sizes=sizes),
@@ -56,7 +56,9 @@ def exchanges(*times: tuple[str, float, int]) -> BenchRecord:
     return record(
         "exchange",
         *(
-            result(v, us, Work(received_bytes=400_000 * b, wire_bytes=500_000 * b, barriers=2), requests=b, ranks=4)
+            result(
+                v, us, OperatorCost(received_bytes=400_000 * b, wire_bytes=500_000 * b, barriers=2), requests=b, ranks=4
+            )
             for v, us, b in times
         ),
         ranks=4,
@@ -67,11 +69,14 @@ class TestFloor:
     @pytest.mark.parametrize(
         ("work", "us"),
         [
-            (Work(memory_bytes=4_000_000, memory_limit="read"), 1),  # 4 MB at 4 TB/s
-            (Work(memory_bytes=4_000_000), 2),  # copied at 2 TB/s
-            (Work(memory_bytes=4_000_000, memory_limit="read", flops=2_400_000_000), 3),  # 2.4 GFLOP at 800 TFLOP/s
-            (Work(received_bytes=4_000_000, barriers=2), 16),  # 2 · 3 µs + 4 MB at 400 GB/s
-            (Work(barriers=1), 3),
+            (OperatorCost(memory_bytes=4_000_000, memory_limit="read"), 1),  # 4 MB at 4 TB/s
+            (OperatorCost(memory_bytes=4_000_000), 2),  # copied at 2 TB/s
+            (
+                OperatorCost(memory_bytes=4_000_000, memory_limit="read", flops=2_400_000_000),
+                3,
+            ),  # 2.4 GFLOP at 800 TFLOP/s
+            (OperatorCost(received_bytes=4_000_000, barriers=2), 16),  # 2 · 3 µs + 4 MB at 400 GB/s
+            (OperatorCost(barriers=1), 3),
         ],
     )
     def test_floor_is_the_largest_term(self, work, us):
@@ -79,9 +84,9 @@ class TestFloor:
 
     def test_floor_is_none_if_a_limit_is_unknown(self):
         """A floor without one of its terms would be too low."""
-        assert compute_floor_us(Work(received_bytes=1, barriers=2), {"peer": 1e9}) is None
-        assert compute_floor_us(Work(memory_bytes=1, flops=1), {"copy": 1e12}) is None
-        assert compute_floor_us(Work(), LIMITS) is None
+        assert compute_floor_us(OperatorCost(received_bytes=1, barriers=2), {"peer": 1e9}) is None
+        assert compute_floor_us(OperatorCost(memory_bytes=1, flops=1), {"copy": 1e12}) is None
+        assert compute_floor_us(OperatorCost(), LIMITS) is None
 
 
 class TestComparisons:
@@ -96,7 +101,7 @@ class TestComparisons:
         assert list_baselines(exchanges(("ag_rs", 36, 1))) == []
 
     def test_different_collectives_are_not_compared(self):
-        work = Work(received_bytes=1000, barriers=1)
+        work = OperatorCost(received_bytes=1000, barriers=1)
         names = ("all-reduce", "all-gather", "all-reduce-symm")
         bench = record(
             "collectives", *(result(n, us, work, requests=1) for n, us in zip(names, (14, 10, 7), strict=True))
@@ -132,7 +137,7 @@ class TestSentences:
     def test_findings_have_the_cost_of_allocating_beyond_the_pool(self):
         """13 ms with the buffer of the pool, 44 ms with one allocated at run time."""
         sizes = {"requests": 16, "tokens": 4194304, "buffer": "outgrown", "pool_bytes": 4 << 30}
-        r = result("nccl", 13_000, Work(received_bytes=3 << 30, barriers=1), **sizes)
+        r = result("nccl", 13_000, OperatorCost(received_bytes=3 << 30, barriers=1), **sizes)
         findings = describe_findings(record("kv-gather", Result(**(get_fields(r) | {"time": timing(44_000)}))))
         assert findings[-1] == (
             "nccl outgrows the pool of 4 GiB at requests 16, tokens 4,194,304: allocating a buffer at run time makes a "
@@ -206,7 +211,7 @@ class TestTable:
 
 class TestPictures:
     def test_picture_of_attention_is_written(self, tmp_path):
-        work = Work(memory_bytes=4_000_000, memory_limit="read", flops=400_000_000)
+        work = OperatorCost(memory_bytes=4_000_000, memory_limit="read", flops=400_000_000)
         results = [
             result(v, 5 + b, work, heads=h, requests=b)
             for v in ("triton", "flashinfer")
@@ -219,7 +224,7 @@ class TestPictures:
     @pytest.mark.parametrize(("limit", "expected"), [("matmul", "800"), ("matmul_fp8", "1500")])
     def test_roofline_uses_the_product_limit_of_the_operands_type(self, limit, expected, tmp_path, monkeypatch):
         """The limit for fp8 rows differs from that for bf16."""
-        work = Work(memory_bytes=4_000_000, memory_limit="read", flops=400_000_000, flops_limit=limit)
+        work = OperatorCost(memory_bytes=4_000_000, memory_limit="read", flops=400_000_000, flops_limit=limit)
         bench = record(
             "attention", *(result("triton", 5 + b, work, heads=h, requests=b) for h in (16, 64) for b in (1, 8))
         )
@@ -246,7 +251,9 @@ class TestPictures:
             Result(
                 **(
                     get_fields(
-                        result("nccl", 10, Work(received_bytes=t, barriers=1), requests=1, tokens=t, buffer=buffer)
+                        result(
+                            "nccl", 10, OperatorCost(received_bytes=t, barriers=1), requests=1, tokens=t, buffer=buffer
+                        )
                     )
                     | {"time": timing(20)}
                 )

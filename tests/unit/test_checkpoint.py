@@ -62,7 +62,7 @@ class TestParts:
         tensors = build.tensors(build.TINY)
         del tensors["lm_head.weight"]
         save_file(tensors, tmp_path / "model.safetensors")
-        tied = build.shape_like_tiny(tied=True)
+        tied = build.shape_like_tiny(tie_word_embeddings=True)
         loaded = load_weights(open_source(tmp_path), tied, Layout(2), 1, build.layers(tied))
         assert torch.equal(loaded.lm_head, tensors["model.embed_tokens.weight"][256:])
         with pytest.raises(ModelError, match=r"has no tensor 'lm_head\.weight'"):

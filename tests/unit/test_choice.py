@@ -37,7 +37,7 @@ def timed_candidates(monkeypatch, engine):
 
     def chunk(timer, steps):
         timer.step()
-        name = next(name for name, made in engine.made.items() if made is engine.exchange)
+        name = next(name for name, made in engine.exchange_cache.items() if made is engine.exchange)
         candidates.append((engine.backend_name, name))
         return [SLOWEST_MS[name]] * steps, 0.1
 
@@ -73,7 +73,7 @@ class TestChoose:
             "symm": pytest.approx(1500),
         }
         assert list(dict.fromkeys(timed_candidates)) == [("reference", name) for name in SLOWEST_MS]
-        assert engine.exchange is engine.made["a2a"]
+        assert engine.exchange is engine.exchange_cache["a2a"]
         assert engine.batches == {}, "plans and graphs of other candidates are dropped"
         assert alive, "the watchdog is notified"
 
@@ -106,7 +106,7 @@ class TestChoose:
         """If one DCP group of several has no access to its peers, an exchange that runs here would wait for it."""
 
         def everyone(mine):
-            fails = engine.exchange is engine.made.get("a2a")
+            fails = engine.exchange is engine.exchange_cache.get("a2a")
             return [mine, CapacityError("rank 1 cannot") if fails else None]
 
         monkeypatch.setattr(choice, "gather_objects", everyone)

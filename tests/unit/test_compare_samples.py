@@ -58,7 +58,7 @@ def test_latency_errors_use_finished_requests_only(name: str) -> None:
 def test_tokens_of_cut_off_requests_count_as_output() -> None:
     requests = Requests([*make_finished(), *make_cut_off()], [])
     found = estimate_error(get_metric("output_tok_s"), "tokens", RECORD, requests, 1)
-    times = np.concatenate([t.token_s for t in requests.times])
+    times = np.concatenate([t.token_times_s for t in requests.times])
     counts, _ = np.histogram(times, WINDOWS, (0.0, max(t.end_s for t in requests.times)))
     expected = resampling.estimate_error(counts.astype(float), resampling.compute_mean, 1, requests=True)
     assert found is not None
@@ -125,7 +125,7 @@ def test_requests_cut_off_before_their_first_token_are_in_flight(record_requests
 def test_steady_window_is_that_of_the_record(record_requests: Requests) -> None:
     """All 64 s are steady; in the second half three tokens a second come instead of four."""
     found = estimate_error(get_metric("steady_tok_s"), "steady tokens", RECORD, record_requests, 1)
-    times = np.concatenate([t.token_s for t in record_requests.times])
+    times = np.concatenate([t.token_times_s for t in record_requests.times])
     whole, half = (
         resampling.estimate_error(
             np.histogram(times, WINDOWS, span)[0] * 1.0, resampling.compute_mean, 1, requests=True

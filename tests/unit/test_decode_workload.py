@@ -15,7 +15,7 @@ from dcpbench.points.device_probe import Probe
 from dcpbench.points.expert_choices import load_choices
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
-from dcpbench.points.roofline import Routed, Sharding, StepRows, compute_step_floors
+from dcpbench.points.roofline import ExpertLoad, Sharding, StepRows, compute_step_floors
 from dcpbench.points.settings import Settings
 from dcpbench.records.record import Emulated, Environment, Gpu, Phases, Rates, Record, SyncSite
 from dcpbench.workloads import decode, point_facts
@@ -80,7 +80,7 @@ class TestDrafts:
         )
         record, _ = run_point(built, DRAFTING, profile=False)
         (batch,) = built.engine.batches.values()
-        assert (batch.requests, batch.size, record.conditions.graph_batch) == (4, 12, 12)
+        assert (batch.num_requests, batch.size, record.conditions.graph_batch) == (4, 12, 12)
         assert set(zip(passes[::2], passes[1::2], strict=True)) == {(12, 4)}
         assert batch.drafts.shape == (4, 2)
         assert record.metrics.output_tok_s.median == pytest.approx(3 * 1.75 / 2e-3)
@@ -102,7 +102,7 @@ class TestDrafts:
     def test_router_inputs_follow_request_numbers_in_every_layout(self):
         """The first of two replicas has rows of requests 0 and 2, the second those of 1 and of padding; each has 3."""
         two = SimpleNamespace(point=SimpleNamespace(dp=2), shape=TINY, make_router_inputs=lambda numbers, *_: numbers)
-        batch = SimpleNamespace(requests=2, query_length=3)
+        batch = SimpleNamespace(num_requests=2, query_length=3)
         assert decode._make_router_inputs(two, batch, 0) == [0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11]
 
 
@@ -149,7 +149,7 @@ def test_engine_allocates_what_its_plan_states():
     assert engine.model.kv.data.nbytes == plan.kv_bytes
     assert engine.model.weights.count_bytes() == plan.weight_bytes
     assert (len(engine.model.weights.dense), len(engine.model.weights.moe)) == plan.held
-    assert (engine.allocator.pages, engine.requests.size) == (plan.pages, plan.max_requests)
+    assert (engine.allocator.pages, engine.request_pool.size) == (plan.pages, plan.max_requests)
     assert (engine.max_context, plan.max_context) == (POINT.context + memory.HEADROOM_TOKENS,) * 2
 
 
@@ -206,7 +206,10 @@ class TestRecord:
         assert floor.floor_ms == pytest.approx(sum(floor.phase_floor_us.values()) / 1e3)
         sharding = Sharding.from_point(POINT, TINY)
         known = StepRows(
-            decodes=(10,) * 3, sampled=3, tokens=3, routing=((Routed(hit=3, rows=6),), (Routed(hit=2, rows=6),))
+            decodes=(10,) * 3,
+            sampled=3,
+            tokens=3,
+            routing=((ExpertLoad(active_experts=3, assignments=6),), (ExpertLoad(active_experts=2, assignments=6),)),
         )
         assert floor.phase_floor_us == pytest.approx(compute_step_floors(sharding, known, rates.limits))
 
@@ -220,7 +223,7 @@ class TestRecord:
         ids = [torch.tensor([[0, 5], [1, 5], [0, 2], [6, 7]])] * 2
         floor = decode.compute_step_floor(SimpleNamespace(shape=TINY), point, 2, ids, rates)
         sharding = Sharding.from_point(point, TINY)
-        known = ((Routed(hit=3, rows=4), Routed(hit=1, rows=2)),) * 2
+        known = ((ExpertLoad(active_experts=3, assignments=4), ExpertLoad(active_experts=1, assignments=2)),) * 2
         step = StepRows(decodes=(10, 10), sampled=2, tokens=3, routing=known)
         assert floor.phase_floor_us == pytest.approx(compute_step_floors(sharding, step, rates.limits))
 
@@ -257,7 +260,7 @@ class TestRecord:
 
     def test_engine_has_all_slots_and_pages_free_after_a_point(self, measured):
         engine = measured[0].engine
-        assert (engine.requests.available, engine.allocator.free_pages) == (3, 9)
+        assert (engine.request_pool.available, engine.allocator.free_pages) == (3, 9)
 
     def test_profiling_can_be_disabled(self, measured):
         """The second point runs in the same session, with fewer requests."""
@@ -353,7 +356,7 @@ def test_failed_point_releases_its_slots_and_pages(monkeypatch):
     monkeypatch.setattr(decode, "measure_steps", broken)
     with pytest.raises(RuntimeError, match="the step failed"):
         run_point(built)
-    assert (built.engine.requests.available, built.engine.allocator.free_pages) == (3, 9)
+    assert (built.engine.request_pool.available, built.engine.allocator.free_pages) == (3, 9)
 
 
 def test_repeated_steps_give_the_same_logits(monkeypatch):
@@ -481,7 +484,7 @@ class TestGraphError:
         """Return an engine and a planned batch of a model; the last rank has one row past the vocabulary of 511."""
         engine = engine_builder.engine(Layout(2), rank=1, shape=engine_builder.shape_like_tiny(vocab=511))
         request = engine.add_request(3)
-        engine.requests.set_tokens(request.slot, 2, [300])  # one of ids 256 to 510, which rank 1 embeds
+        engine.request_pool.set_tokens(request.slot, 2, [300])  # one of ids 256 to 510, which rank 1 embeds
         batch = engine.plan_step([request])
         engine.run_eager(batch)
         assert batch.logits[0, -1] == float("-inf")

@@ -242,7 +242,7 @@ def test_expert_parallel_layout_computes_experts_of_the_busiest_rank() -> None:
         random = torch.Generator().manual_seed(1)
         ids = torch.stack([torch.randperm(TINY.experts, generator=random)[: TINY.top_k] for _ in range(8)])
     sharding = Sharding.from_point(emulated_point, TINY)
-    most = max(routed.hit for routed in sharding.count_routed(ids.flatten().tolist()))
+    most = max(load.active_experts for load in sharding.count_expert_loads(ids.flatten().tolist()))
     first = TINY.experts // 4
     assert len({int(i) for i in rotate_busiest_first(ids, TINY.experts, 4).flatten() if i < first}) == most
     assert record.conditions is not None

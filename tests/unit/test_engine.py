@@ -37,7 +37,7 @@ def start_request(engine: DecodeEngine, number: int) -> Request:
     """Return request `number` with synthetic KV and a token to read."""
     request = engine.add_request(LENGTHS[number])
     engine.write_random_kv(request, number, seed=0)
-    engine.requests.set_tokens(request.slot, request.length - 1, [100 + number])
+    engine.request_pool.set_tokens(request.slot, request.length - 1, [100 + number])
     return request
 
 
@@ -156,9 +156,9 @@ def test_request_without_enough_pages_takes_no_slot():
     engine = build.engine(pages=4)
     with pytest.raises(OutOfKvError):
         engine.add_request(4)
-    assert engine.requests.available == 4
+    assert engine.request_pool.available == 4
     engine.remove_request(engine.add_request(3))
-    assert (engine.requests.available, engine.allocator.free_pages) == (4, 3)
+    assert (engine.request_pool.available, engine.allocator.free_pages) == (4, 3)
 
 
 def collect_kv(layout: Layout, page_size: int, interleave: int) -> dict[int, tuple[int, torch.Tensor]]:
@@ -183,7 +183,7 @@ def collect_kv(layout: Layout, page_size: int, interleave: int) -> dict[int, tup
         for index in range(decode._split_requests(point, replica)):
             request = decode._add_request(engine, session, point, 7, index)
             empty = torch.full((build.TINY.layers, request.length, build.TINY.kv_width), float("nan"))
-            reads = int(engine.requests.tokens[request.slot, request.length - 1])
+            reads = int(engine.request_pool.tokens[request.slot, request.length - 1])
             token, rows = found.setdefault(index * layout.dp + replica, (reads, empty))
             assert token == reads, "ranks of a replica read the same token"
             for i, loc in enumerate(request.allocation.compute_locs(0, request.length).tolist()):
@@ -287,7 +287,7 @@ class TestDraftLayer:
         engine.run_eager(batch)
         weights, hidden = engine.model.weights, engine.model.final_hidden
         draft = weights.draft
-        locs = engine.requests.table[batch.slots, batch.positions]
+        locs = engine.request_pool.table[batch.slots, batch.positions]
         inputs = StepInput(batch.next_tokens, batch.positions, locs)
         found = engine.model.compute_logits(engine.model.run_draft_layer(inputs, hidden, batch))
 
@@ -330,7 +330,7 @@ class TestDraftLayer:
         last = [3 * number + count - 1 for number, count in enumerate(kept)]
         best = [engine.model.compute_logits(out).argmax(-1) for out in (outputs[0][last], outputs[1])]
         assert batch.drafts.tolist() == torch.stack(best, dim=1).tolist()
-        assert [later.positions.tolist() for later in batch.later] == [[at + 1 for at in starts]]
+        assert [later.positions.tolist() for later in batch.draft_batches] == [[at + 1 for at in starts]]
 
 
 def test_accepted_drafts_end_at_the_first_difference():

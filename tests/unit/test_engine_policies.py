@@ -153,8 +153,8 @@ class TestSglang:
         assert [loop.run() for _ in range(3)] == [([], [(0, 0, 4)]), ([0], []), ([], [])]
         assert loop.last is not None
         assert loop.last.replicas[0].discarded == [6]
-        work = compute_step_works(loop.last)[0]
-        assert (work.rows, work.kv_tokens) == (1, 6)
+        batch = compute_step_works(loop.last)[0]
+        assert (batch.rows, batch.kv_tokens) == (1, 6)
         assert loop.run() is None
         assert not loop.scheduler.unfinished
 

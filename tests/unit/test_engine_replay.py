@@ -38,7 +38,7 @@ from dcpbench.serving.replay import (
     replay_requests,
 )
 from dcpbench.serving.scheduler import Scheduler
-from dcpbench.serving.step_model import Slowdown, Work
+from dcpbench.serving.step_model import ReplicaBatch, Slowdown
 from dcpbench.serving.step_times import (
     CHECK,
     Case,
@@ -492,7 +492,7 @@ def test_rows_with_discarded_tokens_take_time() -> None:
     )
     assert found.counts.steps == 1 + 4 + 1
     assert np.diff(found.traffic.samples[0].token_s) == pytest.approx([8.4e-3] * 4, rel=1e-3)
-    assert Work.from_requests(1, 105, []).rows == 1
+    assert ReplicaBatch.from_requests(1, 105, []).rows == 1
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 4, 8, 16])

@@ -81,8 +81,8 @@ class TestShares:
     def test_sets_respect_the_expert_groups_of_the_model(self, model: str, exponent: float) -> None:
         shape = load_shape(model)
         sets_LSk = load_choices(f"zipf:{exponent:g}", shape).sets
-        groups = np.sort(sets_LSk // (shape.experts // shape.groups), axis=2)
-        assert (np.diff(groups, axis=2) > 0).sum(2).max() < shape.top_groups
+        groups = np.sort(sets_LSk // (shape.experts // shape.n_group), axis=2)
+        assert (np.diff(groups, axis=2) > 0).sum(2).max() < shape.topk_group
         assert (np.diff(np.sort(sets_LSk, axis=2), axis=2) > 0).all()
 
 
@@ -143,7 +143,11 @@ class TestEstimates:
         """Each of four ranks reads a quarter of them; with 32 tokens, even routing activates 163 of 256 and zipf:1 100."""
 
         def count_hit(routing: str, ep: int) -> int:
-            return Sharding(shape=V3, layout=Layout(4), itemsize=2, ep=ep, routing=routing).estimate_routed(32).hit
+            return (
+                Sharding(shape=V3, layout=Layout(4), itemsize=2, ep=ep, routing=routing)
+                .estimate_expert_load(32)
+                .active_experts
+            )
 
         assert [count_hit(routing, 1) for routing in ("", "zipf:1")] == [163, 100]
         assert count_hit("zipf:1", 4) == 25

@@ -12,12 +12,12 @@ from dcpbench.models import SHAPES
 from dcpbench.models.shapes import ModelShape
 from dcpbench.models.weight_formats import FORMATS, FP8, UNQUANTISED
 from dcpbench.points import memory
-from dcpbench.points.layout import OWN_HEADS, GroupWide, Layout
+from dcpbench.points.layout import OWN_HEADS, Layout, QueryReplication
 from dcpbench.points.roofline import (
-    Routed,
+    ExpertLoad,
+    OperatorCost,
     Sharding,
     StepRows,
-    Work,
     compute_candidate_bytes,
     compute_floor_us,
     compute_linear_work,
@@ -45,14 +45,14 @@ SHAPE = ModelShape(
     first_dense=1,
     vocab=16,
     routing="softmax",
-    groups=1,
-    top_groups=1,
+    n_group=1,
+    topk_group=1,
     normalise=False,
-    routed_scale=1.0,
+    routed_scaling_factor=1.0,
     latent=4,
-    rope=2,
-    nope=2,
-    value=2,
+    qk_rope_head_dim=2,
+    qk_nope_head_dim=2,
+    v_head_dim=2,
 )
 RATES = {"read": 1e6, "copy": 1e6, "matmul": 1e9, "matmul_fp8": 2e9, "peer": 0.5e6, "barrier": 10e-6}
 """Rates at which a byte of memory takes 1 µs, 1,000 operations 1 µs (2,000 in fp8), a byte of a peer 2 µs, a barrier 10 µs."""
@@ -64,7 +64,7 @@ def make_two_requests(sharding: Sharding) -> StepRows:
     """Return a step with 5 and 4 KV rows; its two MoE layers send the tokens to experts (0, 1), (0, 2) and to (2, 3),
     (2, 3).
     """
-    routing = tuple(tuple(sharding.count_routed(ids)) for ids in ((0, 1, 0, 2), (2, 3, 2, 3)))
+    routing = tuple(tuple(sharding.count_expert_loads(ids)) for ids in ((0, 1, 0, 2), (2, 3, 2, 3)))
     return StepRows(decodes=(5, 4), sampled=2, tokens=2, routing=routing)
 
 
@@ -147,7 +147,7 @@ class TestDecode:
         """W_UK and W_UV have 4 heads instead of 2, and q has 4 heads; there is no gather, and the merge has V = 2
         columns instead of R = 4.
         """
-        wide = dataclasses.replace(TP2_DCP2, wide=GroupWide(query=True, value=True))
+        wide = dataclasses.replace(TP2_DCP2, replicated=QueryReplication(query=True, value=True))
         floors = compute_step_floors(wide, make_two_requests(wide), RATES)
         assert "q_gather" not in floors
         assert floors["merge"] == pytest.approx(3 * (2 * 4 * (2 * 2 + 4) + 10))
@@ -166,8 +166,10 @@ class TestDecode:
     def test_unknown_routing_is_replaced_by_its_expectation(self):
         """2 tokens with 2 of 4 experts each: 4·(1 − ½²) = 3 have one, 1.5 of a rank's 2, rounded to 2; 2 rows a rank."""
         assert estimate_experts_hit(4, 2, 2) == pytest.approx(3)
-        assert TP2_DCP2.estimate_routed(2) == Routed(hit=2, rows=2)
-        known = StepRows(decodes=(5, 4), sampled=2, tokens=2, routing=((Routed(hit=2, rows=2),) * 2,) * 2)
+        assert TP2_DCP2.estimate_expert_load(2) == ExpertLoad(active_experts=2, assignments=2)
+        known = StepRows(
+            decodes=(5, 4), sampled=2, tokens=2, routing=((ExpertLoad(active_experts=2, assignments=2),) * 2,) * 2
+        )
         unknown = dataclasses.replace(known, routing=())
         assert compute_step_floors(TP2_DCP2, unknown, RATES) == pytest.approx(
             compute_step_floors(TP2_DCP2, known, RATES)
@@ -238,7 +240,7 @@ class TestChunks:
         sharding = Sharding(shape=SHAPES["deepseek-v3"], layout=Layout(1), itemsize=2)
         rates = {"read": 4.65e12, "copy": 4.29e12, "matmul": 800e12}
         floors = compute_step_floors(sharding, StepRows(chunks=((4096, 0),), sampled=1, tokens=4096), rates)
-        assert sharding.estimate_routed(4096).hit == 256
+        assert sharding.estimate_expert_load(4096).active_experts == 256
         assert floors["moe"] == pytest.approx(281e3 + 10e3 + 26e3 + 1e3, rel=0.01)
 
 
@@ -263,7 +265,7 @@ def test_bytes_of_weights_equal_the_memory_plan(name: str, precision: str):
     weights = shape.get_weight_format(precision)
     sharding = Sharding(shape=shape, layout=layout, itemsize=2, weights=weights)
     layers = memory.count_all_layers(shape)
-    every = Routed(hit=shape.experts // 2, rows=0)
+    every = ExpertLoad(active_experts=shape.experts // 2, assignments=0)
 
     def products(rows: int) -> int:
         step = StepRows(decodes=(1,) * rows, sampled=rows, tokens=rows, routing=((every,) * 2,) * layers.moe)
@@ -273,7 +275,7 @@ def test_bytes_of_weights_equal_the_memory_plan(name: str, precision: str):
     vectors = shape.layers * memory.count_attention_vectors(shape, layout, OWN_HEADS)
     if shape.expert_bias:
         vectors += layers.moe * shape.experts // 2 * (2 * shape.moe_inter + shape.hidden)
-    if not shape.tied:
+    if not shape.tie_word_embeddings:
         vectors += memory.compute_vocab_rows(shape, layout) * shape.hidden
     if shape.indexer:
         vectors += 2 * shape.indexer.width * shape.indexer.layers
@@ -323,12 +325,12 @@ class TestFormats:
         """The layer has 2,048 rows of 7,168 numbers, with 2 bytes for a scale of int4 and one for the others. Tokens
         and results are in bf16.
         """
-        work = compute_linear_work(memory.Product(7168, 2048), 3, itemsize=2, weights=FORMATS[name])
+        work = compute_linear_work(memory.LinearShape(7168, 2048), 3, itemsize=2, weights=FORMATS[name])
         assert work.memory_bytes == 2048 * (7168 // 2 + scales) + 3 * (7168 + 2048) * 2
 
     def test_fp4_is_multiplied_at_its_own_rate_or_in_bf16(self):
         """On every GPU int4 is widened. A GPU without the rate multiplies fp4 in bf16."""
-        product, rates = memory.Product(7168, 2048), {"read": 1e30, "matmul": 1e12, "matmul_fp8": 2e12}
+        product, rates = memory.LinearShape(7168, 2048), {"read": 1e30, "matmul": 1e12, "matmul_fp8": 2e12}
         flops = 2 * 2048 * 7168 * 2048
         for name, with_fp4 in (("int4", 1), ("nvfp4", 4), ("mxfp4", 4)):
             work = compute_linear_work(product, 2048, itemsize=2, weights=FORMATS[name])
@@ -369,7 +371,7 @@ class TestFp8:
 
     def test_fp8_linear_layer_reads_a_byte_per_number_and_a_scale_per_block(self):
         """7168 × 2048 is 56 · 16 blocks; rows and results stay in bf16. Operations are compared with the rate of fp8."""
-        work = compute_linear_work(memory.Product(7168, 2048), 3, itemsize=2, weights=FORMATS[FP8])
+        work = compute_linear_work(memory.LinearShape(7168, 2048), 3, itemsize=2, weights=FORMATS[FP8])
         assert work.memory_bytes == 7168 * 2048 + 56 * 16 * 4 + 3 * (7168 + 2048) * 2
         assert work.flops == 2 * 3 * 7168 * 2048
         assert compute_floor_us(work, {"read": 1e30, "matmul": 1.0, "matmul_fp8": 1e12}) == pytest.approx(
@@ -417,10 +419,10 @@ class TestFp8:
 
 def test_floor_is_the_largest_term():
     """1,000 B take 1 ms, the operations 3 µs, and 2 barriers and 10 B of a peer 2·10 + 20 µs."""
-    assert compute_floor_us(Work(memory_bytes=1000, flops=3000, received_bytes=10, barriers=2), RATES) == pytest.approx(
-        1000
-    )
-    assert compute_floor_us(Work(received_bytes=10, barriers=2), RATES) == pytest.approx(40)
+    assert compute_floor_us(
+        OperatorCost(memory_bytes=1000, flops=3000, received_bytes=10, barriers=2), RATES
+    ) == pytest.approx(1000)
+    assert compute_floor_us(OperatorCost(received_bytes=10, barriers=2), RATES) == pytest.approx(40)
 
 
 class TestSparseAttention:
@@ -429,7 +431,7 @@ class TestSparseAttention:
     SHARDING = Sharding(shape=SHAPES["deepseek-v3.2"], layout=Layout(8, 1, 8), itemsize=2, kv_itemsize=1)
     STEP = StepRows(decodes=(64_000,) * 32, sampled=32, tokens=32)
 
-    def list_works(self, phase: str, step: StepRows = STEP) -> list[Work]:
+    def list_works(self, phase: str, step: StepRows = STEP) -> list[OperatorCost]:
         """Return all works of a phase, each once."""
         return [work for name, _, work in iter_phase_works(self.SHARDING, step) if name == phase and not work.is_empty]
 

@@ -19,7 +19,7 @@ from dcpbench.models.weight_formats import FORMATS, FP8, UNQUANTISED
 from dcpbench.points import memory
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.device_probe import Probe
-from dcpbench.points.layout import GroupWide, Layout
+from dcpbench.points.layout import Layout, QueryReplication
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.record import Environment
@@ -38,21 +38,23 @@ DENSE = ModelShape(
     vocab=101,
     gqa=Gqa(kv_heads=2, qk_norm=True),
     latent=0,
-    rope=16,
-    nope=0,
-    value=16,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=0,
+    v_head_dim=16,
     rope_interleaved=False,
     max_position=4096,
 )
-SPARSE = dataclasses.replace(DENSE, first_dense=0, experts=8, top_k=2, moe_inter=16, tied=True)
+SPARSE = dataclasses.replace(DENSE, first_dense=0, experts=8, top_k=2, moe_inter=16, tie_word_embeddings=True)
 
 
-def load_rank_weights(shape, layout, rank=0, wide=GroupWide(), *, fp8=False):  # noqa: B008 - frozen
-    return load_weights(SyntheticSource(0, torch.float32, CPU), shape, layout, rank, layers(shape), wide=wide, fp8=fp8)
+def load_rank_weights(shape, layout, rank=0, wide=QueryReplication(), *, fp8=False):  # noqa: B008 - frozen
+    return load_weights(
+        SyntheticSource(0, torch.float32, CPU), shape, layout, rank, layers(shape), replicated=wide, fp8=fp8
+    )
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("wide", [GroupWide(), GroupWide(query=True)], ids=["own", "q-replicate"])
+@pytest.mark.parametrize("wide", [QueryReplication(), QueryReplication(query=True)], ids=["own", "q-replicate"])
 @pytest.mark.parametrize("layout", [Layout(1), Layout(2), Layout(4), Layout(4, dcp=2), Layout(8, dcp=4)], ids=str)
 @pytest.mark.parametrize("shape", [DENSE, SPARSE], ids=["dense", "sparse"])
 def test_weights_of_a_rank_have_the_bytes_of_the_memory_plan(shape, layout, wide, fp8):

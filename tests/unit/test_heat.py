@@ -11,18 +11,18 @@ from dcpbench.serving.replay import replay_requests
 from dcpbench.serving.requests import Step
 from dcpbench.serving.scheduler import Scheduler
 from dcpbench.serving.step_cases import TRAIN, HotRun, find_fullest, is_bare, make_cases, make_hot_runs
-from dcpbench.serving.step_model import HEAT_S, Heat, HotStep, Slowdown, Work
+from dcpbench.serving.step_model import HEAT_S, DeviceHeat, HotStep, ReplicaBatch, Slowdown
 from dcpbench.serving.step_times import HOT, Case, Chunks, Decodes, MeasuredCase, StepTimes
 from tests.unit.serving_builder import config, request
 from tests.unit.step_times_builder import EXTENT, step_times, true_ms
 from tests.unit.test_step_times import make_replica, predict_ms
 
-DECODES, CHUNKS = Work.from_requests(8, 8000, []), Work.from_requests(0, 0, [(2048, 0)])
+DECODES, CHUNKS = ReplicaBatch.from_requests(8, 8000, []), ReplicaBatch.from_requests(0, 0, [(2048, 0)])
 LARGEST = HotStep(CHUNKS, 1.1)
 
 
-def make_chunk(tokens: int) -> Work:
-    return Work.from_requests(0, 0, [(tokens, 0)])
+def make_chunk(tokens: int) -> ReplicaBatch:
+    return ReplicaBatch.from_requests(0, 0, [(tokens, 0)])
 
 
 class TestSlowdown:
@@ -31,8 +31,10 @@ class TestSlowdown:
 
     def test_slowdown_is_interpolated_between_rows_and_constant_beyond(self):
         """5 % at 4 decode rows and 1 % at 16 give 3 % at 10 rows, run as 12, two thirds of the way."""
-        slowed = Slowdown([HotStep(Work.from_requests(4, 1, []), 1.05), HotStep(Work.from_requests(16, 1, []), 1.01)])
-        at = [slowed([Work.from_requests(n, 1, [])]) for n in (1, 4, 12, 16, 100)]
+        slowed = Slowdown(
+            [HotStep(ReplicaBatch.from_requests(4, 1, []), 1.05), HotStep(ReplicaBatch.from_requests(16, 1, []), 1.01)]
+        )
+        at = [slowed([ReplicaBatch.from_requests(n, 1, [])]) for n in (1, 4, 12, 16, 100)]
         assert at == pytest.approx([1.05, 1.05, 1.05 - 0.04 * 8 / 12, 1.01, 1.01])
 
     def test_steps_with_chunks_have_their_own_slowdown(self):
@@ -43,7 +45,7 @@ class TestSlowdown:
         assert Slowdown([HotStep(DECODES, 0.98)])([DECODES]) == 1
 
     def test_only_first_steps_after_the_largest_chunks_give_their_slowdown(self):
-        later = [HotStep(DECODES, 1.01, since_s=0.1), HotStep(DECODES, 1.02, before=512)]
+        later = [HotStep(DECODES, 1.01, elapsed_s=0.1), HotStep(DECODES, 1.02, preceding_tokens=512)]
         assert Slowdown([HotStep(DECODES, 1.05), LARGEST, *later])([DECODES]) == 1.05
 
 
@@ -53,20 +55,28 @@ class TestHeatAfterChunks:
 
     def test_heat_of_smaller_chunks_follows_the_slowdown_after_them(self):
         """A decode takes 10 % longer after 2,048 tokens, 2 % after 128 and 6 % after 512; all rows of a step count."""
-        probes = [HotStep(DECODES, 1.1), HotStep(DECODES, 1.02, before=128), HotStep(DECODES, 1.06, before=512)]
+        probes = [
+            HotStep(DECODES, 1.1),
+            HotStep(DECODES, 1.02, preceding_tokens=128),
+            HotStep(DECODES, 1.06, preceding_tokens=512),
+        ]
         slowed = Slowdown([LARGEST, *probes])
         at = [slowed.compute_final_heat([make_chunk(n)]) for n in (16, 128, 320, 512, 1280, 2048, 9000)]
         assert at == pytest.approx([0.2, 0.2, 0.4, 0.6, 0.8, 1, 1])
-        assert slowed.compute_final_heat([Work.from_requests(192, 9000, [(128, 0)])]) == pytest.approx(0.4)
+        assert slowed.compute_final_heat([ReplicaBatch.from_requests(192, 9000, [(128, 0)])]) == pytest.approx(0.4)
 
     def test_heat_after_chunks_is_between_zero_and_one(self):
-        probes = [HotStep(DECODES, 1.1), HotStep(DECODES, 0.9, before=128), HotStep(DECODES, 1.2, before=512)]
+        probes = [
+            HotStep(DECODES, 1.1),
+            HotStep(DECODES, 0.9, preceding_tokens=128),
+            HotStep(DECODES, 1.2, preceding_tokens=512),
+        ]
         slowed = Slowdown([LARGEST, *probes])
         assert [slowed.compute_final_heat([make_chunk(n)]) for n in (128, 512)] == [0, 1]
 
     @pytest.mark.parametrize(
         "probes",
-        [[], [HotStep(DECODES, 1.004), HotStep(DECODES, 1.004, before=512)]],
+        [[], [HotStep(DECODES, 1.004), HotStep(DECODES, 1.004, preceding_tokens=512)]],
         ids=["older-files", "noise"],
     )
     def test_heat_is_proportional_to_tokens_without_probes(self, probes: list[HotStep]):
@@ -77,37 +87,37 @@ class TestHeatAfterChunks:
 class TestSettleTime:
     @pytest.mark.parametrize("settle_s", [0.01, 0.03, 0.2])
     def test_settle_time_is_fitted_to_consecutive_steps(self, settle_s: float):
-        train = [HotStep(DECODES, 1 + 0.08 * math.exp(-s / settle_s), since_s=s) for s in (0.0, 0.02, 0.04, 0.06)]
+        train = [HotStep(DECODES, 1 + 0.08 * math.exp(-s / settle_s), elapsed_s=s) for s in (0.0, 0.02, 0.04, 0.06)]
         assert Slowdown([LARGEST, *train]).settle_s == pytest.approx(settle_s, rel=0.03)
 
     def test_settle_time_is_the_default_if_steps_are_hardly_slower(self):
-        train = [HotStep(DECODES, 1.004), HotStep(DECODES, 1.003, since_s=0.02)]
+        train = [HotStep(DECODES, 1.004), HotStep(DECODES, 1.003, elapsed_s=0.02)]
         assert Slowdown([LARGEST, *train]).settle_s == HEAT_S
 
 
 class TestHeat:
     def test_heat_is_zero_after_decodes_and_one_after_long_chunks(self):
-        heat = Heat(0.1)
+        heat = DeviceHeat(0.1)
         heat.add_step(1.0, 0.0)
         assert heat.compute_share(1.0) == 0
         heat.add_step(1.0, 1.0)
         assert heat.compute_share(2.0) == pytest.approx(1, abs=1e-3)
 
     def test_heat_rises_and_falls_with_the_same_time_constant(self):
-        heat = Heat(0.1)
+        heat = DeviceHeat(0.1)
         heat.add_step(0.1, 0.5)
         assert heat.compute_share(0.1) == pytest.approx(0.5 * (1 - math.exp(-1)))
         heat.add_step(0.1, 0.0)
         assert heat.compute_share(0.2) == pytest.approx(0.5 * (1 - math.exp(-1)) * math.exp(-1))
 
     def test_heat_falls_while_the_device_is_idle(self):
-        heat = Heat(0.1)
+        heat = DeviceHeat(0.1)
         heat.add_step(1.0, 1.0)
         assert heat.compute_share(1.1) == pytest.approx(math.exp(-1), rel=1e-3)
 
     def test_step_that_begins_before_its_predecessor_ends_changes_no_heat(self):
         """Rounding can give such a time, and time must not go backwards."""
-        heat = Heat(0.1)
+        heat = DeviceHeat(0.1)
         heat.add_step(0.1, 1.0)
         before = heat.share
         heat.compute_share(0.1 - 1e-9)
@@ -117,7 +127,7 @@ class TestHeat:
         """A step that seems to begin at 0.05 s, before its predecessor ends at 0.1, moves nothing back: until 0.2 s a
         tenth of a second passes, not 0.15.
         """
-        heat = Heat(0.1)
+        heat = DeviceHeat(0.1)
         heat.add_step(0.1, 1.0)
         before = heat.share
         heat.compute_share(0.05)
@@ -216,8 +226,8 @@ class TestCases:
         assert max(run.case.compute_work().tokens for run in runs) == 1024
 
     def test_fullest_case_of_a_grid_has_no_prefix(self):
-        work = find_fullest(make_cases(EXTENT)).compute_work()
-        assert (work.rows, work.tokens, work.prefix) == (0, 8192, 0)
+        batch = find_fullest(make_cases(EXTENT)).compute_work()
+        assert (batch.rows, batch.tokens, batch.prefix) == (0, 8192, 0)
         assert [is_bare(case) for case in (Case(chunks=(Chunks(1, 8, 4),)), Case(chunks=(Chunks(1, 8, 0),)))] == [
             False,
             True,

@@ -11,10 +11,10 @@ from dcpbench.engine.request_pool import RequestPool, copy_async
 from dcpbench.errors import CapacityError
 
 
-def run_graph_step(requests: RequestPool, kv: KvPool, slots: list[int], position: int, rows: int) -> None:
+def run_graph_step(request_pool: RequestPool, kv: KvPool, slots: list[int], position: int, rows: int) -> None:
     """Write KV like a captured decode step: each row at the location of its request's token, also padded rows (slot 0)."""
     padded = torch.tensor(slots + [0] * (rows - len(slots)))
-    locs = requests.table[padded, position].long()
+    locs = request_pool.table[padded, position].long()
     values = torch.arange(1.0, rows + 1)[:, None].expand(-1, kv.data.shape[-1])
     for loc, value in zip(locs, values, strict=True):
         kv.get_rows(0)[loc] = value
@@ -28,17 +28,17 @@ class TestPaddingRow:
         """Return a pool of eight pages of one row."""
         return KvPool(layers=1, pages=8, page_size=1, width=2, dtype=torch.float32, device="cpu")
 
-    def add_request(self, requests: RequestPool, locs: list[int]) -> int:
+    def add_request(self, request_pool: RequestPool, locs: list[int]) -> int:
         """Return the slot of a request with tokens at `locs`."""
-        slot = requests.allocate_slot()
-        requests.set_locs(slot, 0, np.array(locs))
+        slot = request_pool.allocate_slot()
+        request_pool.set_locs(slot, 0, np.array(locs))
         return slot
 
     def test_padded_rows_write_only_to_the_padding_page(self, kv: KvPool) -> None:
-        requests = RequestPool(2, 4, "cpu")
-        first, second = self.add_request(requests, [1, 2]), self.add_request(requests, [3, 4])
+        request_pool = RequestPool(2, 4, "cpu")
+        first, second = self.add_request(request_pool, [1, 2]), self.add_request(request_pool, [3, 4])
         kv.get_rows(0)[1:] = 9
-        run_graph_step(requests, kv, [second], position=1, rows=3)
+        run_graph_step(request_pool, kv, [second], position=1, rows=3)
         assert (first, second) == (1, 2)
         assert kv.get_rows(0)[2].tolist() == [9, 9], "the waiting request's token is intact"
         assert kv.get_rows(0)[4].tolist() == [1, 1], "the running request's is written"
@@ -46,10 +46,10 @@ class TestPaddingRow:
 
     def test_padded_rows_without_padding_page_overwrite_a_request(self, kv: KvPool) -> None:
         """Slot 0 belongs to the first request, and padded rows write its token 1."""
-        requests = RequestPool(2, 4, "cpu", padding=False)
-        first, second = self.add_request(requests, [1, 2]), self.add_request(requests, [3, 4])
+        request_pool = RequestPool(2, 4, "cpu", padding=False)
+        first, second = self.add_request(request_pool, [1, 2]), self.add_request(request_pool, [3, 4])
         kv.get_rows(0)[1:] = 9
-        run_graph_step(requests, kv, [second], position=1, rows=3)
+        run_graph_step(request_pool, kv, [second], position=1, rows=3)
         assert (first, second) == (0, 1)
         assert kv.get_rows(0)[2].tolist() == [3, 3], "the corruption: the third graph row's value in the first request"
 

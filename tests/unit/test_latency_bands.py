@@ -180,9 +180,9 @@ class TestForecasts:
         assert high / layout["itl_ms"]["p50"] - 1 >= estimate.load_published_steps().band
 
     def test_bands_are_corrected_with_the_estimate(self) -> None:
-        estimate = dataclasses.replace(choice(100.0).forecasts[0], ttft_band=(80.0, 120.0), itl_band=None)
+        estimate = dataclasses.replace(choice(100.0).forecasts[0], ttft_bounds_ms=(80.0, 120.0), itl_bounds_ms=None)
         corrected = forecast.apply_factor(estimate, 0.5)
-        assert (corrected.ttft_band, corrected.itl_band) == ((160.0, 240.0), None)
+        assert (corrected.ttft_bounds_ms, corrected.itl_bounds_ms) == ((160.0, 240.0), None)
 
     def test_cell_has_the_band(self) -> None:
         assert answer_table.format_p50(20.0, (18.0, 25.0)) == "20.0 [18.0–25.0]"

@@ -21,7 +21,7 @@ from dcpbench.launch import folders, hang_capture, launcher, nodes, torchrun
 from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, Progress, format_exit_code, open_listener
 from dcpbench.launch.kernel_build import KernelBuild
 from dcpbench.launch.ranks import Ranks
-from dcpbench.launch.torchrun import Machines, Running
+from dcpbench.launch.torchrun import RendezvousOptions, Running
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import RecordFile
@@ -159,7 +159,7 @@ def test_first_rank_that_ended_without_a_request_is_the_cause(
     points are done.
     """
     records = [Exit(rank=rank, code=code, terminated=False, at=at) for rank, code, at in exits]
-    found = launcher.find_first_gone(failures, records, finished=finished)
+    found = launcher.find_first_exit(failures, records, finished=finished)
     assert (found and found.rank) == blamed
 
 
@@ -180,7 +180,7 @@ def test_exit_code_is_formatted_with_the_name_of_its_signal(code: int, text: str
 def test_rank_ended_by_torchrun_is_not_the_cause() -> None:
     """Signal 15 to rank 0 came from torchrun, as rank 1 had ended."""
     exits = [Exit(rank=0, code=-15, terminated=True, at=1.0), Exit(rank=1, code=7, terminated=False, at=2.0)]
-    found = launcher.find_first_gone([], exits, finished=False)
+    found = launcher.find_first_exit([], exits, finished=False)
     assert found == exits[1]
 
 
@@ -232,21 +232,21 @@ def test_ranks_of_one_machine_listen_on_loopback_by_default(tmp_path: Path, monk
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     monkeypatch.setenv(SECRET, "s")
-    alone = torchrun._make_environment(job(tmp_path), Machines())
+    alone = torchrun._make_environment(job(tmp_path), RendezvousOptions())
     assert (alone["GLOO_SOCKET_IFNAME"], alone["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
     assert SECRET not in alone
-    assert "GLOO_SOCKET_IFNAME" not in torchrun._make_environment(job(tmp_path), Machines(nnodes=2))
+    assert "GLOO_SOCKET_IFNAME" not in torchrun._make_environment(job(tmp_path), RendezvousOptions(nnodes=2))
 
 
 def test_cpu_ranks_get_one_thread_and_the_triton_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 ranks with all cores each would measure the scheduler of the system; a number that the user has set is kept."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert torchrun._make_environment(job(tmp_path), Machines())["OMP_NUM_THREADS"] == "1"
-    assert torchrun._make_environment(job(tmp_path), Machines())["TRITON_INTERPRET"] == "1"
-    assert "TRITON_INTERPRET" not in torchrun._make_environment(job(tmp_path, "cuda"), Machines())
+    assert torchrun._make_environment(job(tmp_path), RendezvousOptions())["OMP_NUM_THREADS"] == "1"
+    assert torchrun._make_environment(job(tmp_path), RendezvousOptions())["TRITON_INTERPRET"] == "1"
+    assert "TRITON_INTERPRET" not in torchrun._make_environment(job(tmp_path, "cuda"), RendezvousOptions())
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert torchrun._make_environment(job(tmp_path), Machines())["OMP_NUM_THREADS"] == "3"
+    assert torchrun._make_environment(job(tmp_path), RendezvousOptions())["OMP_NUM_THREADS"] == "3"
 
 
 def test_probe_error_contains_the_output_of_the_worker() -> None:
@@ -270,17 +270,17 @@ def test_endpoint_may_be_an_ipv6_address() -> None:
 def test_lines_between_nodes_are_reassembled() -> None:
     """TCP keeps no boundaries: half a line waits, two lines are returned one by one, and a closed peer is noticed."""
     local, remote = socket.socketpair()
-    line = nodes.Line(local)
+    connection = nodes.NodeConnection(local)
     remote.sendall(b"fir")
-    assert line.receive(0.01) is None
+    assert connection.receive(0.01) is None
     remote.sendall(b"st\nsecond\n")
-    assert line.receive(1) == b"first"
-    assert line.receive(0) == b"second"
-    assert not line.closed
+    assert connection.receive(1) == b"first"
+    assert connection.receive(0) == b"second"
+    assert not connection.closed
     remote.close()
-    assert line.receive(1) is None
-    assert line.closed
-    line.close()
+    assert connection.receive(1) is None
+    assert connection.closed
+    connection.close()
 
 
 def find_free_port() -> int:
@@ -302,13 +302,13 @@ def test_node_0_sends_jobs_and_receives_their_ends(tmp_path: Path) -> None:
     received: list[bytes | None] = []
 
     def run_other_node() -> None:
-        line = nodes.join_leader(f"127.0.0.1:{port}", 10)
-        received.append(line.receive(10))
-        line.send(nodes.FAILED)
-        received.append(line.receive(10))
-        line.send(msgspec.json.encode(nodes.Ended(node=1, code=1, failures=[failure(3, "ValueError", "x")])))
-        received.append(line.receive(10))
-        line.close()
+        connection = nodes.join_leader(f"127.0.0.1:{port}", 10)
+        received.append(connection.receive(10))
+        connection.send(nodes.FAILED)
+        received.append(connection.receive(10))
+        connection.send(msgspec.json.encode(nodes.Ended(node=1, code=1, failures=[failure(3, "ValueError", "x")])))
+        received.append(connection.receive(10))
+        connection.close()
 
     thread = threading.Thread(target=run_other_node)
     thread.start()
@@ -357,7 +357,7 @@ class TestStrangers:
             for data in (b"GET / HTTP/1.1\r\n\r\n", b'{"node":1,"nonce":"00"}\n', b"\xff\n", b"9" * 5000):
                 stranger = _connect(port)
                 stranger.sendall(data)
-                assert nodes.Line(stranger).receive(10), "node 0 says hello"
+                assert nodes.NodeConnection(stranger).receive(10), "node 0 says hello"
                 while stranger.recv(1 << 16):
                     pass
                 stranger.close()
@@ -401,15 +401,15 @@ class TestStrangers:
         repeated = nodes._compute_code(b"key", b"b", b"0", b"job") + b"job\n"
         for bad in (b"stop\n", b"0" * 64 + b"stop\n", b"9" * 1000, repeated):
             local, remote = socket.socketpair()
-            line, peer = nodes.Line(local), nodes.Line(remote)
-            line.set_key(b"key", b"a", b"b")
+            connection, peer = nodes.NodeConnection(local), nodes.NodeConnection(remote)
+            connection.set_key(b"key", b"a", b"b")
             peer.set_key(b"key", b"b", b"a")
             peer.send(b"job")
-            assert line.receive(10) == b"job"
+            assert connection.receive(10) == b"job"
             remote.sendall(bad)
-            while not line.closed:
-                assert line.receive(0.01) is None
-            line.close()
+            while not connection.closed:
+                assert connection.receive(0.01) is None
+            connection.close()
             peer.close()
 
     def test_node_0_listens_only_at_its_endpoint(self) -> None:
@@ -484,7 +484,7 @@ def test_job_of_several_machines_has_the_ranks_of_this_one(tmp_path: Path, monke
     (tmp_path / "error-2.json").write_text("old")
     read, write = os.pipe()
     four = job(tmp_path, points=[point(tp=4)])
-    running = Running(four, Machines(nnodes=2, node_rank=1), "worker", write)
+    running = Running(four, RendezvousOptions(nnodes=2, node_rank=1), "worker", write)
     assert running.ranks == range(2, 4)
     assert os.read(read, 100) == b"4194400\n"
     assert not (tmp_path / "error-2.json").exists()

@@ -16,7 +16,7 @@ from dcpbench.launch import launcher
 from dcpbench.launch.jobs import Exit, Failure, Job, Progress
 from dcpbench.launch.nodes import FAILED, STOP, Ended
 from dcpbench.launch.ranks import Ranks
-from dcpbench.launch.torchrun import KEEP_WAIT_S, Machines, Running
+from dcpbench.launch.torchrun import KEEP_WAIT_S, RendezvousOptions, Running
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records import disks
@@ -138,8 +138,8 @@ class Launched:
     def __call__(self, points: list[Point], *scripts: Script, **options: Any) -> list[Record]:
         """Return the records in their order, after as many jobs as scripts."""
         self._scripts += scripts
-        work = launcher.Work(folder=self.folder, settings=Settings(), device="cpu", **options)
-        launcher.run_points(points, work, Machines(), self.events.append)
+        work = launcher.JobOptions(folder=self.folder, settings=Settings(), device="cpu", **options)
+        launcher.run_points(points, work, RendezvousOptions(), self.events.append)
         assert len(self.jobs) == len(self._scripts)
         return read_records(self.folder)
 
@@ -569,8 +569,8 @@ def test_failed_check_of_verify_is_not_in_the_records(launched: Launched) -> Non
 
 def test_timeout_limits_checks_of_verify_and_measuring_of_sweeps() -> None:
     def list_limits(kind: str, timeout: float) -> list[float]:
-        work = launcher.Work(folder=Path(), settings=Settings(), device="cpu", kind=kind, timeout=timeout)
-        return [work.get_limit_s(stage) for stage in ("build", "check", "measure", "profile", "end")]
+        options = launcher.JobOptions(folder=Path(), settings=Settings(), device="cpu", kind=kind, timeout=timeout)
+        return [options.get_limit_s(stage) for stage in ("build", "check", "measure", "profile", "end")]
 
     assert list_limits("sweep", 60) == [300, 300, 60, 60, 60]
     assert list_limits("verify", 60) == [300, 60, 300, 300, 60]
@@ -619,9 +619,9 @@ def run_node_1(launched: Launched, monkeypatch: pytest.MonkeyPatch, line: Node0,
     launched._scripts += scripts
     monkeypatch.setattr(launcher, "join_leader", lambda *_: line)
     monkeypatch.setattr(Scripted, "wait", lambda job, _: job.poll(), raising=False)
-    work = launcher.Work(folder=launched.folder, settings=Settings(), device="cpu")
+    options = launcher.JobOptions(folder=launched.folder, settings=Settings(), device="cpu")
     launcher.run_points(
-        [A], work, Machines(nnodes=2, node_rank=1, rdzv_endpoint="10.0.0.1:29500"), launched.events.append
+        [A], options, RendezvousOptions(nnodes=2, node_rank=1, rdzv_endpoint="10.0.0.1:29500"), launched.events.append
     )
 
 

@@ -121,7 +121,7 @@ def test_rank_of_a_divided_folder_has_the_sizes_of_a_rank_of_tp8(divide: int, tp
     )
     shape = load_shape(str(tmp_path))
     assert [n // tp for n in (shape.heads, shape.moe_inter, shape.dense_inter, shape.vocab)] == [16, 256, 2304, 16160]
-    whole = ("hidden", "q_lora", "latent", "experts", "top_k", "shared_experts", "groups", "top_groups", "published")
+    whole = ("hidden", "q_lora", "latent", "experts", "top_k", "shared_experts", "n_group", "topk_group", "published")
     assert {name: getattr(shape, name) for name in whole} == {name: getattr(V3, name) for name in whole}
     assert (shape.layers, shape.first_dense) == (8, 3)
     words = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]

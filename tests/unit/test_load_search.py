@@ -13,8 +13,8 @@ import pytest
 
 from dcpbench.errors import UsageError
 from dcpbench.plan.load_search import (
+    FALLING_WARN_RATIO,
     MAX_LOADS,
-    NEAR,
     TOLERANCE,
     FoundLoad,
     LoadRange,
@@ -143,7 +143,8 @@ class RandomLoad:
         pairs = zip(*(judge_latencies(self.measure(load).serve, self.slo) for load in (low, high)), strict=True)
         known = [(below.ms, above.ms, above.limit_ms) for below, above in pairs]
         return all(
-            below is not None and above is not None and below <= above < NEAR * limit for below, above, limit in known
+            below is not None and above is not None and below <= above < FALLING_WARN_RATIO * limit
+            for below, above, limit in known
         )
 
 
@@ -169,7 +170,7 @@ def search(load: RandomLoad) -> dict[float, MeasuredLoad]:
     """Return the loads that a search measures."""
     found: dict[float, MeasuredLoad] = {}
     while (
-        now := choose_next_load({n: one.share for n, one in found.items()}, load.bounds, len(found), replayed=True)
+        now := choose_next_load({n: one.slo_ratio for n, one in found.items()}, load.bounds, len(found), replayed=True)
     ) is not None:
         assert now not in found
         found[now] = MeasuredLoad(load=now, records=[load.measure(now)], slo=load.slo)
@@ -226,7 +227,7 @@ def make_found(bounds: LoadRange, latency_ms: Callable[[float], float], *, repla
     measured: dict[float, MeasuredLoad] = {}
     while (
         load := choose_next_load(
-            {n: one.share for n, one in measured.items()}, bounds, len(measured), replayed=replayed
+            {n: one.slo_ratio for n, one in measured.items()}, bounds, len(measured), replayed=replayed
         )
     ) is not None:
         record = msgspec.structs.replace(
@@ -235,7 +236,7 @@ def make_found(bounds: LoadRange, latency_ms: Callable[[float], float], *, repla
         )
         measured[load] = MeasuredLoad(load=load, records=[record], slo=slo)
     ordered = [measured[load] for load in sorted(measured)]
-    return FoundLoad(who="tp4", replayed=replayed, bounds=bounds, measured=ordered)
+    return FoundLoad(label="tp4", replayed=replayed, bounds=bounds, measured=ordered)
 
 
 @pytest.mark.parametrize(
@@ -301,17 +302,19 @@ def test_any_limit_is_found_within_tolerance_with_a_dozen_loads(bounds: LoadRang
         found = make_found(bounds, lambda load, limit=limit: 100 * load / limit, replayed=replayed)
         assert len(found.measured) <= MAX_LOADS
         assert found.within_tolerance
-        assert found.limit is not None
+        assert found.highest_passing_load is not None
         assert found.failed is not None
-        assert found.limit.load <= limit < found.failed.load
-        assert found.failed.load <= max(found.limit.load * (1 + TOLERANCE), found.limit.load + (bounds is CLIENTS))
+        assert found.highest_passing_load.load <= limit < found.failed.load
+        assert found.failed.load <= max(
+            found.highest_passing_load.load * (1 + TOLERANCE), found.highest_passing_load.load + (bounds is CLIENTS)
+        )
         assert found.higher is None
         assert found.falling is None
 
 
 def test_lowest_load_is_measured_if_no_load_holds() -> None:
     found = make_found(RATES, lambda _: 200.0)
-    assert found.limit is None
+    assert found.highest_passing_load is None
     assert found.failed is not None
     assert found.failed.load == RATES.low
     assert "no load holds the SLO; the lowest is 0.01 requests/s (TTFT p99 200 ms; " in found.format()
@@ -320,8 +323,8 @@ def test_lowest_load_is_measured_if_no_load_holds() -> None:
 def test_limit_is_the_upper_bound_if_every_load_holds() -> None:
     found = make_found(CLIENTS, lambda _: 50.0)
     assert found.failed is None
-    assert found.limit is not None
-    assert found.limit.load == CLIENTS.high
+    assert found.highest_passing_load is not None
+    assert found.highest_passing_load.load == CLIENTS.high
     assert "the upper bound of the search; the limit may be higher" in found.format()
 
 
@@ -331,8 +334,8 @@ def test_latency_that_falls_with_the_load_is_named(replayed: bool) -> None:
     bisection alone would end at 60 without mentioning the loads from 12 on.
     """
     found = make_found(CLIENTS, lambda n: 150.0 if 12 <= n <= 20 else 100 * n / 60, replayed=replayed)
-    assert found.limit is not None
-    assert found.limit.load == 11
+    assert found.highest_passing_load is not None
+    assert found.highest_passing_load.load == 11
     assert found.higher is not None
     assert found.higher.load >= 32
     assert "Latency does not rise with the load: " in found.format()
@@ -363,10 +366,10 @@ def test_load_holds_if_most_of_its_runs_do() -> None:
     assert judge(make_run(90, failed=1)).reason == f"1 of {REQUESTS} requests failed or were rejected"
     lost = msgspec.structs.replace(get_record(), outcome="failed", reason="the server died", serve=None)
     assert (judge(lost).holds, judge(lost).reason) == (False, "the server died")
-    assert one.share == pytest.approx(0.95)
-    assert judge(make_run(90), make_run(110)).share == pytest.approx(1.1)
-    assert judge(make_run(90, failed=1)).share == judge(lost).share == np.inf
-    assert judge(make_run(90, failed=1), make_run(80), make_run(120)).share == pytest.approx(1.2)
+    assert one.slo_ratio == pytest.approx(0.95)
+    assert judge(make_run(90), make_run(110)).slo_ratio == pytest.approx(1.1)
+    assert judge(make_run(90, failed=1)).slo_ratio == judge(lost).slo_ratio == np.inf
+    assert judge(make_run(90, failed=1), make_run(80), make_run(120)).slo_ratio == pytest.approx(1.2)
 
 
 def test_limit_is_not_measured_if_higher_loads_failed() -> None:

@@ -13,7 +13,7 @@ from dcpbench.models import SHAPES
 from dcpbench.models.weight_formats import FORMATS, FP8
 from dcpbench.points import budget, memory
 from dcpbench.points.device_probe import Probe
-from dcpbench.points.layout import OWN_HEADS, GroupWide, Layout, compute_local_length
+from dcpbench.points.layout import OWN_HEADS, Layout, QueryReplication, compute_local_length
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 
@@ -76,15 +76,15 @@ def test_replicating_the_q_projection_of_v3_at_dcp8_costs_4_6_gib() -> None:
     128.
     """
     own = memory.compute_attention_bytes(V3, Layout(8, dcp=8), BF16)
-    query = memory.compute_attention_bytes(V3, Layout(8, dcp=8), BF16, GroupWide(query=True))
-    value = memory.compute_attention_bytes(V3, Layout(8, dcp=8), BF16, GroupWide(value=True))
+    query = memory.compute_attention_bytes(V3, Layout(8, dcp=8), BF16, QueryReplication(query=True))
+    value = memory.compute_attention_bytes(V3, Layout(8, dcp=8), BF16, QueryReplication(value=True))
     assert query - own == 112 * (1536 * 192 + 128 * 512) * BF16
     assert value - own == 112 * 512 * 128 * BF16
     assert round(61 * (query - own) / memory.GIB, 1) == 4.6
     dense, moe = V3.first_dense, V3.layers - V3.first_dense
     whole = [
         memory.compute_weight_bytes(V3, Layout(8, dcp=8), BF16, dense, moe, w)
-        for w in (OWN_HEADS, GroupWide(query=True))
+        for w in (OWN_HEADS, QueryReplication(query=True))
     ]
     assert whole[1] - whole[0] == 61 * (query - own)
 
@@ -152,7 +152,7 @@ class TestGroupedQueryAttention:
         )
 
     def test_tied_head_is_the_embedding(self) -> None:
-        tied = dataclasses.replace(self.QWEN, tied=True)
+        tied = dataclasses.replace(self.QWEN, tie_word_embeddings=True)
         once = memory.compute_outer_bytes(self.QWEN, Layout(1), BF16) - memory.compute_outer_bytes(
             tied, Layout(1), BF16
         )
@@ -320,7 +320,7 @@ def test_scale_blocks_end_with_each_part_of_a_layer() -> None:
     """Parts of 128, 64 and 128 rows have 2 + 1 + 2 blocks of 64 rows over 128 columns; the last part may end inside a
     block.
     """
-    product = memory.Product(128, 320)
+    product = memory.LinearShape(128, 320)
     assert memory.compute_stored_bytes(product, (128, 64, 128), FORMATS[FP8]) == 320 * 128 + 5 * 4
-    assert memory.compute_stored_bytes(memory.Product(128, 192), (128, 64), FORMATS[FP8]) == 192 * 128 + 2 * 4
-    assert memory.compute_stored_bytes(memory.Product(256, 256), (128, 128), FORMATS[FP8]) == 256 * 256 + 4 * 4
+    assert memory.compute_stored_bytes(memory.LinearShape(128, 192), (128, 64), FORMATS[FP8]) == 192 * 128 + 2 * 4
+    assert memory.compute_stored_bytes(memory.LinearShape(256, 256), (128, 128), FORMATS[FP8]) == 256 * 256 + 4 * 4

@@ -40,19 +40,19 @@ FIELDS = {
     "intermediate_size": "dense_inter",
     "first_k_dense_replace": "first_dense",
     "vocab_size": "vocab",
-    "n_group": "groups",
-    "topk_group": "top_groups",
+    "n_group": "n_group",
+    "topk_group": "topk_group",
     "norm_topk_prob": "normalise",
-    "routed_scaling_factor": "routed_scale",
+    "routed_scaling_factor": "routed_scaling_factor",
     "kv_lora_rank": "latent",
-    "qk_rope_head_dim": "rope",
-    "qk_nope_head_dim": "nope",
-    "v_head_dim": "value",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "v_head_dim": "v_head_dim",
     "rms_norm_eps": "rms_eps",
     "rope_theta": "rope_theta",
     "rope_interleave": "rope_interleaved",
     "max_position_embeddings": "max_position",
-    "tie_word_embeddings": "tied",
+    "tie_word_embeddings": "tie_word_embeddings",
     "num_nextn_predict_layers": "mtp_layers",
 }
 PRESETS = [(family, preset) for family in FAMILIES for preset in family.presets]
@@ -64,7 +64,7 @@ def make_config(family: Family, shape: ModelShape) -> dict[str, Any]:
     if shape.gqa:
         return make_gqa_config(family, shape, shape.gqa)
     fields: dict[str, Any] = {field: getattr(shape, name) for field, name in FIELDS.items()}
-    fields |= {"topk_method": family.topk_methods[1 if shape.groups > 1 else 0] or family.topk_methods[0]}
+    fields |= {"topk_method": family.topk_methods[1 if shape.n_group > 1 else 0] or family.topk_methods[0]}
     if isinstance(shape.yarn, Yarn):
         yarn = dataclasses.asdict(shape.yarn)
         yarn["original_max_position_embeddings"] = yarn.pop("original_max_position")
@@ -90,10 +90,10 @@ GQA_FIELDS = {
         "n_routed_experts": "experts",
         "n_shared_experts": "shared_experts",
         "first_k_dense_replace": "first_dense",
-        "n_group": "groups",
-        "topk_group": "top_groups",
+        "n_group": "n_group",
+        "topk_group": "topk_group",
         "num_nextn_predict_layers": "mtp_layers",
-        "routed_scaling_factor": "routed_scale",
+        "routed_scaling_factor": "routed_scaling_factor",
     },
     "gpt_oss": {"num_local_experts": "experts"},
     "minimax_m2": {"num_local_experts": "experts"},
@@ -106,17 +106,21 @@ def make_gqa_config(family: Family, shape: ModelShape, gqa: Gqa) -> dict[str, An
     taken = (*usual, "max_position_embeddings", "tie_word_embeddings", "intermediate_size")
     fields: dict[str, Any] = {field: getattr(shape, FIELDS[field]) for field in taken}
     fields |= {field: getattr(shape, name) for field, name in GQA_FIELDS[family.model_type].items()}
-    fields |= {"head_dim": shape.head_width, "num_key_value_heads": gqa.kv_heads, "attention_bias": gqa.qkv_bias}
+    fields |= {"head_dim": shape.qk_head_dim, "num_key_value_heads": gqa.kv_heads, "attention_bias": gqa.qkv_bias}
     if shape.experts:
         fields |= {"num_experts_per_tok": shape.top_k}
     if gqa.qk_norm_over_heads:
-        fields |= {"rotary_dim": shape.rope, "intermediate_size": shape.moe_inter, "use_qk_norm": gqa.qk_norm}
+        fields |= {
+            "rotary_dim": shape.qk_rope_head_dim,
+            "intermediate_size": shape.moe_inter,
+            "use_qk_norm": gqa.qk_norm,
+        }
         left_out = ["gate", "e_score_correction_bias", "lm_head"]
         fields |= {"quantization_config": FP8_BLOCKS | {"fmt": "float8_e4m3fn", "modules_to_not_convert": left_out}}
     elif shape.experts and not gqa.window_layers:
         fields |= {"moe_intermediate_size": shape.moe_inter, "norm_topk_prob": shape.normalise}
-    if shape.nope and not gqa.qk_norm_over_heads:
-        fields |= {"partial_rotary_factor": shape.rope / shape.head_width, "use_qk_norm": gqa.qk_norm}
+    if shape.qk_nope_head_dim and not gqa.qk_norm_over_heads:
+        fields |= {"partial_rotary_factor": shape.qk_rope_head_dim / shape.qk_head_dim, "use_qk_norm": gqa.qk_norm}
     if gqa.window_layers:
         kinds = ["sliding_attention", "full_attention"] * gqa.window_layers
         fields |= {"sliding_window": gqa.window, "layer_types": kinds, "swiglu_limit": 7.0}

@@ -162,7 +162,7 @@ def test_draft_layer_equals_that_of_the_report(seed: int, tmp_path: Path, monkey
     position, drafted = 0, []
     while position + DRAFTS + 1 < LENGTH:
         verified = tokens[position : position + DRAFTS + 1]
-        engine.requests.set_tokens(request.slot, position, verified)
+        engine.request_pool.set_tokens(request.slot, position, verified)
         batch = engine.plan_step([request], query_length=DRAFTS + 1)
         engine.run_eager(batch)
         assert engine.accept_drafts(batch, [request]) == [tokens[position + 1 : position + 2 + DRAFTS]]
@@ -171,7 +171,7 @@ def test_draft_layer_equals_that_of_the_report(seed: int, tmp_path: Path, monkey
         engine.append_drafts(request, [0] * DRAFTS)
         engine.plan_drafts(batch, [request], [start])
         engine.run_drafts(batch)
-        batch.later = None  # the next step only verifies
+        batch.draft_batches = None  # the next step only verifies
         drafted.append(int(batch.drafts[0, 0]))
     hidden = torch.cat(found)
     assert len(hidden) == position >= 9
@@ -234,10 +234,10 @@ def test_steps_with_prompts_run_the_layer_that_drafts(seed: int, tmp_path: Path)
             assert token == oracle.sample(own)
             own.append(token)
             if mine.chunks or not sequence.is_finished:
-                drafts = engine.requests.tokens[sequence.slot, len(own) : len(own) + DRAFTS].tolist()
+                drafts = engine.request_pool.tokens[sequence.slot, len(own) : len(own) + DRAFTS].tolist()
                 assert drafts == oracle.draft_tokens(own), (count, len(own))
         for chunk in (chunk for chunk in mine.chunks if chunk.samples and chunk.sequence.allocation is not None):
-            written = engine.requests.table[chunk.slot, chunk.stop : chunk.stop + DRAFTS - 1] // PAGE
+            written = engine.request_pool.table[chunk.slot, chunk.stop : chunk.stop + DRAFTS - 1] // PAGE
             assert set(written.tolist()) <= set(chunk.sequence.allocation.pages.tolist()), (
                 "rows of further drafts are its own"
             )

@@ -24,7 +24,7 @@ from dcpbench.dashboard import discovery
 from dcpbench.models import SHAPES
 from dcpbench.models.weight_formats import FORMATS, FP8, UNQUANTISED
 from dcpbench.points import memory
-from dcpbench.points.layout import GroupWide, Layout
+from dcpbench.points.layout import Layout, QueryReplication
 from dcpbench.reports import dataframes, points_export, report_markdown, sections
 from dcpbench.servers.answer_verdict import find_next_length
 from dcpbench.servers.answer_verdict_text import format_report, make_table
@@ -355,7 +355,9 @@ def test_memory_of_layouts(tmp_path: Path) -> None:
                     memory.compute_moe_bytes(shape, layout, size, weights, ep="1"),
                     memory.compute_shared_expert_bytes(shape, layout, size, weights=weights),
                     memory.compute_dense_mlp_bytes(shape, layout, size, weights=weights),
-                    memory.compute_certain_bytes(shape, layout, size, GroupWide(query=True, value=True), weights),
+                    memory.compute_certain_bytes(
+                        shape, layout, size, QueryReplication(query=True, value=True), weights
+                    ),
                     memory.compute_weight_bytes(shape, layout, size, *memory.count_all_layers(shape), weights=weights),
                     [*memory.compute_min_layers(shape, layout, size, 60 << 20, weights=weights)],
                 ]
@@ -383,6 +385,6 @@ def test_memory_of_layouts(tmp_path: Path) -> None:
         (1000, 96, (96,), {"columns": 8}),
     ):
         lines.append(
-            f"{inputs} × {outputs} {heights} {cut}: {memory.compute_stored_bytes(memory.Product(inputs, outputs), heights, FORMATS[FP8], **cut)}"
+            f"{inputs} × {outputs} {heights} {cut}: {memory.compute_stored_bytes(memory.LinearShape(inputs, outputs), heights, FORMATS[FP8], **cut)}"
         )
     check_output("memory.txt", "\n".join(lines), tmp_path)

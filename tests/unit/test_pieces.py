@@ -25,7 +25,7 @@ from tests.unit.prefill_builder import Prompt, prompt_tokens, step
 ONE = Layout(1)
 PAGE, TOKENS, REQUESTS = 2, 40, 4
 GROUPED = {  # fields of grouped-query attention
-    "gqa": Gqa(kv_heads=2, qk_norm=True), "q_lora": None, "latent": 0, "nope": 0, "rope": 16, "value": 16,
+    "gqa": Gqa(kv_heads=2, qk_norm=True), "q_lora": None, "latent": 0, "qk_nope_head_dim": 0, "qk_rope_head_dim": 16, "v_head_dim": 16,
     "rope_interleaved": False,
 }  # fmt: skip
 MODELS = {
@@ -34,14 +34,23 @@ MODELS = {
     "dense_only": shape_like_tiny(layers=2, first_dense=2),
     "one_layer": shape_like_tiny(layers=1, first_dense=0),
     "grouped": shape_like_tiny(**GROUPED),
-    "grouped_dense_only": shape_like_tiny(layers=2, first_dense=2, tied=True, **GROUPED),
+    "grouped_dense_only": shape_like_tiny(layers=2, first_dense=2, tie_word_embeddings=True, **GROUPED),
 }
 BIG = shape_like_tiny(
-    hidden=512, heads=16, q_lora=256, experts=16, top_k=4, moe_inter=256, latent=512, rope=64, nope=128, value=128
+    hidden=512,
+    heads=16,
+    q_lora=256,
+    experts=16,
+    top_k=4,
+    moe_inter=256,
+    latent=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=128,
+    v_head_dim=128,
 )
 
 BIG_GROUPED = shape_like_tiny(
-    hidden=512, heads=16, experts=16, top_k=4, moe_inter=256, **GROUPED | {"rope": 128, "value": 128}
+    hidden=512, heads=16, experts=16, top_k=4, moe_inter=256, **GROUPED | {"qk_rope_head_dim": 128, "v_head_dim": 128}
 )
 
 

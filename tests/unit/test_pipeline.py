@@ -94,7 +94,7 @@ class TestMemory:
 
     def test_tied_embedding_is_on_the_first_and_last_stage(self):
         """Both have 16 rows of 8 numbers of 2 bytes, and the last also has the norm of 8 numbers."""
-        tied = dataclasses.replace(V3, tied=True, vocab=16, hidden=8)
+        tied = dataclasses.replace(V3, tie_word_embeddings=True, vocab=16, hidden=8)
         first, middle, last = (memory.compute_outer_bytes(s, Layout(1), 2) for s in make_stages(tied, 3))
         assert (first, middle, last) == (16 * 8 * 2, 0, 17 * 8 * 2)
         assert memory.compute_outer_bytes(tied, Layout(1), 2) == 17 * 8 * 2

@@ -17,7 +17,9 @@ from dcpbench.points.layout import Layout
 from dcpbench.serving.requests import Chunk
 from tests.unit.engine_builder import alone, layers, shape_like_tiny
 
-SHAPE = shape_like_tiny(nope=128, rope=64, value=128, latent=512, heads=4, layers=1, first_dense=1)
+SHAPE = shape_like_tiny(
+    qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, latent=512, heads=4, layers=1, first_dense=1
+)
 """Widths of the published models, with few heads."""
 ONE = Layout(1)
 PAGE = 64
@@ -97,7 +99,9 @@ def test_parts_and_windows_equal_attention_over_all_keys(place, dtype, backend, 
     prefiller, table = make_prefiller(device, dtype, backend, window)
     generator = torch.Generator().manual_seed(2)
     tokens = sum(stop - start for start, stop in CHUNKS)
-    q = torch.randn(tokens, SHAPE.heads, SHAPE.nope + SHAPE.rope, generator=generator).to(device, dtype)
+    q = torch.randn(tokens, SHAPE.heads, SHAPE.qk_nope_head_dim + SHAPE.qk_rope_head_dim, generator=generator).to(
+        device, dtype
+    )
     rows = torch.randn(tokens, SHAPE.kv_width, generator=generator).to(device, dtype)
     chunks = [Chunk(None, slot, start, stop, samples=True) for slot, (start, stop) in enumerate(CHUNKS)]
     run_attention(prefiller, prefiller.plan_chunks(chunks, table), q, rows)

@@ -24,9 +24,9 @@ SHAPE = shape_like_tiny(
     dense_inter=2048,
     vocab=1024,
     latent=512,
-    rope=64,
-    nope=128,
-    value=128,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=128,
+    v_head_dim=128,
 )
 ONE = Layout(1)
 TOKENS, STORED, PAGE = 4096, 20480, 64

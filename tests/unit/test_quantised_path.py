@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
 
 WHOLE = dataclasses.replace(  # widths that are multiples of 128, as kernels over blocks of scales take them
-    TINY, hidden=256, heads=4, nope=16, rope=16, value=32, latent=128, dense_inter=256, moe_inter=128
+    TINY,
+    hidden=256,
+    heads=4,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    latent=128,
+    dense_inter=256,
+    moe_inter=128,
 )
 ROWS = 3
 
@@ -42,7 +50,7 @@ def run_pieces(shape: ModelShape) -> list[torch.Tensor]:
     batch = StepInput(tokens, torch.tensor([0, 3, 7]), torch.arange(ROWS, dtype=torch.int32))
     residual, found = model.embed_tokens(tokens), []
     for index in range(shape.layers + 1):
-        y = torch.randn(ROWS, shape.heads, shape.value, generator=random) if index else None
+        y = torch.randn(ROWS, shape.heads, shape.v_head_dim, generator=random) if index else None
         found += [x.clone() for x in (*model.run_piece(index, y, batch=batch, residual_BD=residual), residual)]
     return found
 

@@ -286,7 +286,7 @@ def test_layout_that_splits_a_scale_block_is_refused_with_a_suggestion() -> None
     (wide,), _ = advise.choose_layouts(
         dataclasses.replace(query, weights_dtype="bf16"), advise.Evidence(), estimate.load_published_steps()
     )
-    assert "tp32" in {f.who for f in wide.forecasts}
+    assert "tp32" in {f.label for f in wide.forecasts}
 
 
 def get_sweep_refusal(one: Point, probe: Probe) -> str:
@@ -982,8 +982,8 @@ def test_bands_are_at_least_as_wide_as_launches_differ() -> None:
     """
     measured = dataclasses.replace(forecast(1000, MEASURED), low=999.0, high=1001.0)
     low, high = 1000 / (1 + REPEATS_AGREE_WITHIN), 1000 * (1 + REPEATS_AGREE_WITHIN)
-    assert measured.band == (low, high)
-    assert forecast(1000).band == (forecast(1000).low, forecast(1000).high)
+    assert measured.output_bounds_tok_s == (low, high)
+    assert forecast(1000).output_bounds_tok_s == (forecast(1000).low, forecast(1000).high)
     priced = dataclasses.replace(make_query("H200"), price=3.6)
     one = dataclasses.replace(choice(1000), forecasts=[measured])
     assert choosing.compute_price(3.6, measured) == pytest.approx(
@@ -1017,7 +1017,7 @@ def test_picture_marks_estimates_and_names_layouts_like_the_table(
     (figure,) = figures
     assert figure.axes[0].get_xlabel() == "concurrency (requests in flight, log scale)"
     handles = {str(sign.get_label()): sign for sign in figure.legends[0].legend_handles}
-    named = {f.who for forecasts in loads for f in forecasts}
+    named = {f.label for forecasts in loads for f in forecasts}
     assert set(handles) == named | {"hollow: replayed", "hollow, dashed: estimated"}
     a2a, symm = handles["tp4·dcp4 (a2a)"], handles["tp4·dcp4 (symm)"]
     assert a2a.get_color() == symm.get_color()  # type: ignore[attr-defined]
@@ -1262,7 +1262,7 @@ def test_columns_of_numbers_name_their_units() -> None:
 def choice(*tok_s: float, slo: bool = True) -> advise.Choice:
     """Return a load under which layouts of 2, 4, … GPUs have these rates."""
     forecasts = [forecast(rate, tp=2 * (n + 1)) for n, rate in enumerate(tok_s)]
-    misses = {} if slo else {f.who: ["ITL p99 90 ms"] for f in forecasts}
+    misses = {} if slo else {f.label: ["ITL p99 90 ms"] for f in forecasts}
     return advise.Choice(requests="8", lengths="4,000", concurrency=8, forecasts=forecasts, misses=misses, refused={})
 
 
@@ -1342,7 +1342,7 @@ def capacity(requests: int) -> Capacity:
 def test_kv_headroom_breaks_ties(held: tuple[int, ...], order: list[str], answer: str) -> None:
     """tp2 and tp4 are level, tp6 is clearly behind; with 8 clients, capacity for more than 16 requests breaks no tie."""
     found = choice(200, 399, 450)
-    capacities = {f.who: capacity(n) for f, n in zip(found.forecasts, held, strict=True)}
+    capacities = {f.label: capacity(n) for f, n in zip(found.forecasts, held, strict=True)}
     found = dataclasses.replace(found, capacities=capacities)
     assert [row["layout"] for row in format_rows(make_query("H200"), found)] == order
     assert answer_formats.format_answer(make_query("H200"), [found]).startswith(f"4 × H200: at 8 × 4,000, {answer} (")
@@ -1411,7 +1411,7 @@ def test_estimates_of_several_processes_equal_those_of_one(killed: int, monkeypa
 def test_one_launch_of_a_server_is_undecided() -> None:
     """10 % more output is undecided if no two launches of the server are known, and decided if launches differ by 3 %."""
     single = [
-        dataclasses.replace(forecast(tok_s, MEASURED, dcp=dcp), low=tok_s, high=tok_s, launch_band=None)
+        dataclasses.replace(forecast(tok_s, MEASURED, dcp=dcp), low=tok_s, high=tok_s, launch_spread=None)
         for tok_s, dcp in ((1100, 4), (1000, 1))
     ]
     undecided = dataclasses.replace(choice(1), forecasts=single)
@@ -1422,8 +1422,8 @@ def test_one_launch_of_a_server_is_undecided() -> None:
         "Its output per GPU differs from that of the next layout, tp4, by +10 % in one launch: they are level"
         in answer_formats.format_details(make_query("H200"), undecided)[1]
     )
-    assert single[0].band == (1100, 1100)
-    known = [dataclasses.replace(f, launch_band=0.03) for f in single]
+    assert single[0].output_bounds_tok_s == (1100, 1100)
+    known = [dataclasses.replace(f, launch_spread=0.03) for f in single]
     assert dataclasses.replace(undecided, forecasts=known).decided
     decided = dataclasses.replace(undecided, forecasts=known)
     assert (

@@ -43,10 +43,10 @@ def curved_ms(rows: int, live: float, decode_rows: int, kv_tokens: int, chunks: 
 
 
 def case_ms(case: Case, replicas: int) -> float:
-    work = case.compute_work()
+    batch = case.compute_work()
     chunks = [(c.tokens, c.prefix) for c in case.chunks for _ in range(c.chunks)]
-    rows = compute_chunk_rows(work.rows + work.tokens) if chunks else work.rows
-    return curved_ms(rows, rows * (case.replicas or replicas) / replicas, work.rows, work.kv_tokens, chunks)
+    rows = compute_chunk_rows(batch.rows + batch.tokens) if chunks else batch.rows
+    return curved_ms(rows, rows * (case.replicas or replicas) / replicas, batch.rows, batch.kv_tokens, chunks)
 
 
 @dataclasses.dataclass

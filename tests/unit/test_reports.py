@@ -447,7 +447,7 @@ def test_report_computes_each_finding_once(tmp_path: Path, monkeypatch: pytest.M
     names = [
         "select_rivals",
         "find_best_per_load",
-        "find_most_per_shape",
+        "find_best_per_request_length",
         "compare_dcp_with_baseline",
         "find_break_even",
         "compare_dcp_with_best",

@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
     from dcpbench.points.point import Point
     from dcpbench.serving.gain_split import GainSplit
-    from dcpbench.serving.step_model import Work
+    from dcpbench.serving.step_model import ReplicaBatch
 
 PAGES = 250  # of 64 tokens on each rank: 15,936 tokens hold three requests of 4,030 without DCP, 15 with it
 SETTINGS = Settings(kv_memory_bytes=PAGES * memory.compute_page_bytes(SHAPES["deepseek-v3"], 64, 2))
 
 
-def quicker_ms(work: Work) -> float:
+def quicker_ms(batch: ReplicaBatch) -> float:
     """Return the time of a step with DCP: attention of decodes takes a quarter, and each step 2 ms more."""
-    return true_ms(work) + 2 - 0.75e-4 * work.kv_tokens
+    return true_ms(batch) + 2 - 0.75e-4 * batch.kv_tokens
 
 
 def make_points(base: Point, concurrency: int) -> Iterator[Point]:

@@ -20,7 +20,7 @@ from dcpbench.points.names import CLOSED, GAMMA, MOE_TP, TRACE
 from dcpbench.records.stats import compute_min_samples, find_highest_percentile
 from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS, format_varied_lengths, is_lock_step, parse_lengths
 from dcpbench.serving.loads import draw_arrival_times, draw_lengths
-from tests.unit.test_judge import CPU, GIB, H200X4
+from tests.unit.test_unsupported_points import CPU, GIB, H200X4
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -414,7 +414,7 @@ def test_missing_config_fields_have_the_defaults_of_transformers() -> None:
     v3 = from_config({k: v for k, v in V3.items() if k not in left_out}, Path("v3.json"))
     assert v3 == from_config(V3, Path("v3.json"))
     v2 = from_config({k: v for k, v in LITE.items() if k not in (*left_out, "topk_method")}, Path("v2.json"))
-    assert (v2.groups, v2.top_groups, v2.first_dense, v2.normalise, v2.routed_scale) == (1, 1, 0, False, 1.0)
+    assert (v2.n_group, v2.topk_group, v2.first_dense, v2.normalise, v2.routed_scaling_factor) == (1, 1, 0, False, 1.0)
 
 
 def test_rope_theta_is_read_from_rope_settings_first() -> None:
@@ -513,7 +513,7 @@ def test_any_config_is_accepted_or_raises_a_dcpbench_error(
         shape = from_config(base | {"rope_scaling": YARN | rope} | fields, Path("config.json"))
         scales = [
             compute_softmax_scale(shape),
-            *make_rope_table(dataclasses.replace(shape, rope=64), 2, CPU).flatten().tolist(),
+            *make_rope_table(dataclasses.replace(shape, qk_rope_head_dim=64), 2, CPU).flatten().tolist(),
         ]
         assert not any(map(math.isnan, scales))
         validate.check_runnable(point, settings, shape, validate.Machine(probe=probe))

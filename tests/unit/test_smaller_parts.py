@@ -783,11 +783,11 @@ def test_leader_waits_for_nodes_for_the_remaining_time(monkeypatch: pytest.Monke
 
     met = {1: 2, 2: None, 3: 1}
     monkeypatch.setattr(nodes, "open_listener", lambda *_: Listening())
-    monkeypatch.setattr(nodes, "Line", lambda number: SimpleNamespace(number=number, close=lambda: None))
+    monkeypatch.setattr(nodes, "NodeConnection", lambda number: SimpleNamespace(number=number, close=lambda: None))
     monkeypatch.setattr(nodes, "_receive_greeting", lambda line, *_: met[line.number])
     monkeypatch.setattr(nodes, "get_secret", lambda: b"")
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    assert [line.number for line in nodes._wait_for_nodes("h:1", 2, 5.0)] == [3, 1]  # type: ignore[attr-defined]
+    assert [connection.number for connection in nodes._wait_for_nodes("h:1", 2, 5.0)] == [3, 1]  # type: ignore[attr-defined]
     assert left == pytest.approx([5.0, 3.0, 1.0])
     left.clear()
     words = (

@@ -18,7 +18,7 @@ from dcpbench.points.settings import Settings
 from dcpbench.serving.replay import replay_from_file
 from dcpbench.serving.requests import ReplicaStep, Step
 from dcpbench.serving.stage_steps import StagedTimes, check_stages, make_measured_point
-from dcpbench.serving.step_model import Work
+from dcpbench.serving.step_model import ReplicaBatch
 from dcpbench.serving.step_times import get_engine_path, write_step_times
 from tests.unit import test_replay_point
 from tests.unit.step_times_builder import step_times, true_ms
@@ -41,8 +41,8 @@ def stage(point: Point = POINT, micro_batches: int = 0, **degrees: int) -> Stage
     return StagedTimes(step_times(path=get_engine_path(point)), staged, micro_batches)
 
 
-def decode(requests: int, context: int = 4000) -> Work:
-    return Work.from_requests(requests, requests * context, [])
+def decode(requests: int, context: int = 4000) -> ReplicaBatch:
+    return ReplicaBatch.from_requests(requests, requests * context, [])
 
 
 def replay(tmp_path: Path, point: Point, **settings: int) -> Record:
@@ -133,7 +133,7 @@ class TestPrefillContextParallelism:
         """A prompt of 4,096 tokens counts as 2,048 with 1,024 before them. Experts of 2,048 tokens over 4 ranks have
         the products of 4,096 over 8, but twice the weights to read; calls between the ranks are added.
         """
-        (model,), prompt = stage(PLAIN, pcp=2).models, Work.from_requests(0, 0, [(2048, 1024)])
+        (model,), prompt = stage(PLAIN, pcp=2).models, ReplicaBatch.from_requests(0, 0, [(2048, 1024)])
         assert 0.7 * true_ms(prompt) < model.predict_step_ms([prompt]) < true_ms(prompt)
 
     def test_pcp_decodes_read_half_of_the_experts(self) -> None:

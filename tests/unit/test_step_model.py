@@ -3,17 +3,26 @@
 import pytest
 
 from dcpbench.points.batches import compute_chunk_rows
-from dcpbench.serving.step_model import Line, MixedTimes, PrefillTimes, SparedTimes, StepModel, Work
+from dcpbench.serving.step_model import (
+    MixedTimes,
+    PiecewiseLinear,
+    PrefillTimes,
+    ReplicaBatch,
+    StepModel,
+    UnevenSavings,
+)
 
 SIZES = (512, 1024)
 
 
-def chunk(tokens: int, prefix: int = 0, chunks: int = 1) -> Work:
+def chunk(tokens: int, prefix: int = 0, chunks: int = 1) -> ReplicaBatch:
     """Return a step of chunks only, each with the same prefix."""
-    return Work.from_requests(0, 0, [(tokens // chunks, prefix)] * chunks)
+    return ReplicaBatch.from_requests(0, 0, [(tokens // chunks, prefix)] * chunks)
 
 
-def measured(per_prefix_token: float, works: list[Work], begin_ms: float = 0.0) -> list[tuple[Work, float]]:
+def measured(
+    per_prefix_token: float, works: list[ReplicaBatch], begin_ms: float = 0.0
+) -> list[tuple[ReplicaBatch, float]]:
     """Return cases of an engine that needs 10 ms, 0.01 per row, 1e-6 per pair, `begin_ms` for any prefix and
     `per_prefix_token` for each of its tokens.
     """
@@ -40,7 +49,7 @@ class TestGatheringAPrefix:
         assert times.gather_ms == pytest.approx(1e-3, rel=1e-6)
 
     @pytest.mark.parametrize("gather", [GATHER, []], ids=["by-separate-cases", "along-the-lines"])
-    def test_negative_cost_of_a_prefix_counts_as_zero(self, gather: list[Work]) -> None:
+    def test_negative_cost_of_a_prefix_counts_as_zero(self, gather: list[ReplicaBatch]) -> None:
         """Cases are faster by 1e-3 ms for each stored token, but a longer prefix is not predicted to save time."""
         times = PrefillTimes(measured(-1e-3, LINE), measured(-1e-3, gather), 0)
         assert times.gather_ms == 0
@@ -67,15 +76,15 @@ class TestSparedTime:
         """Due to noise, a step with all rows on one of two replicas took 3 ms longer than one with as many on both."""
         prefill = PrefillTimes(measured(0.0, LINE), [], 0)
         slower = [(w, ms + 3.0) for w, ms in measured(0.0, [chunk(512), chunk(1024)])]
-        works = [chunk(1024), Work.from_requests(0, 0, [])]
-        assert SparedTimes(slower, prefill)(works) == 0
+        works = [chunk(1024), ReplicaBatch.from_requests(0, 0, [])]
+        assert UnevenSavings(slower, prefill)(works) == 0
         faster = [(w, ms - 3.0) for w, ms in measured(0.0, [chunk(512), chunk(1024)])]
-        assert SparedTimes(faster, prefill)(works) == pytest.approx(3.0)
+        assert UnevenSavings(faster, prefill)(works) == pytest.approx(3.0)
 
     def test_single_replica_has_no_spared_time(self) -> None:
         prefill = PrefillTimes(measured(0.0, LINE), [], 0)
         faster = [(w, ms - 3.0) for w, ms in measured(0.0, [chunk(512), chunk(1024)])]
-        assert SparedTimes(faster, prefill)([chunk(1024)]) == 0
+        assert UnevenSavings(faster, prefill)([chunk(1024)]) == 0
 
 
 def test_decode_rows_add_a_constant_time_beyond_the_measured_chunks() -> None:
@@ -83,10 +92,10 @@ def test_decode_rows_add_a_constant_time_beyond_the_measured_chunks() -> None:
     prefill = PrefillTimes(measured(0.0, [chunk(n) for n in (256, 512, 1024, 2048)]), [], 8)
     cases = []
     for tokens, more in ((512, 5.0), (1024, 9.0)):
-        work = Work.from_requests(8, 80, [(tokens, 0)])
-        cases.append((work, prefill(work.rows + work.tokens, work.pairs, 0) + more))
+        batch = ReplicaBatch.from_requests(8, 80, [(tokens, 0)])
+        cases.append((batch, prefill(batch.rows + batch.tokens, batch.pairs, 0) + more))
     times = MixedTimes(cases, prefill)
-    found = [times(Work.from_requests(8, 80, [(tokens, 0)])) for tokens in (256, 512, 768, 1024, 2048)]
+    found = [times(ReplicaBatch.from_requests(8, 80, [(tokens, 0)])) for tokens in (256, 512, 768, 1024, 2048)]
     assert found == pytest.approx([5, 5, 7, 9, 9])
 
 
@@ -94,7 +103,7 @@ def test_chunk_step_is_not_predicted_faster_than_the_fastest_measured() -> None:
     """A step of 64 tokens took 5 ms as two chunks and 95 as one: the line through both is below 0 for 64 chunks of one
     token.
     """
-    cases = [(Work.from_requests(1, 10, []), 4.0), (chunk(64, chunks=2), 5.0), (chunk(64), 95.0)]
+    cases = [(ReplicaBatch.from_requests(1, 10, []), 4.0), (chunk(64, chunks=2), 5.0), (chunk(64), 95.0)]
     model = StepModel(cases)
     many = chunk(64, chunks=64)
     assert model.prefill(64, many.pairs, 0) < 0
@@ -102,5 +111,5 @@ def test_chunk_step_is_not_predicted_faster_than_the_fastest_measured() -> None:
 
 
 def test_line_is_constant_beyond_its_ends() -> None:
-    line = Line([(1.0, 3.0), (2.0, 5.0)])
+    line = PiecewiseLinear([(1.0, 3.0), (2.0, 5.0)])
     assert [line.predict_clamped(x) for x in (-7.0, 1.5, 9.0)] == [3.0, 4.0, 5.0]

@@ -14,7 +14,7 @@ from dcpbench.points.comm_model import Prompts
 from dcpbench.records.record import Emulated
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step
 from dcpbench.serving.step_cases import Extent, make_cases, select_chunk_sizes, select_row_sizes
-from dcpbench.serving.step_model import Line, MixedTimes, Work
+from dcpbench.serving.step_model import MixedTimes, PiecewiseLinear, ReplicaBatch
 from dcpbench.serving.step_times import (
     CHECK,
     LINE,
@@ -50,17 +50,17 @@ def predict_ms(*replicas: ReplicaStep) -> float:
 class TestWork:
     def test_decode_attends_to_its_position_and_all_before_it(self) -> None:
         """Positions 9 and 99 read 10 and 100 KV rows; two rows have their own graph."""
-        assert TIMES.model.predict_step_ms([Work(2, 110, 0, 0.0, 0)]) == predict_ms(make_replica([9, 99]))
+        assert TIMES.model.predict_step_ms([ReplicaBatch(2, 110, 0, 0.0, 0)]) == predict_ms(make_replica([9, 99]))
 
     def test_decode_rows_are_those_of_the_graph(self) -> None:
         """Five requests run in the graph of eight."""
-        assert Work.from_requests(5, 500, []).rows == 8
+        assert ReplicaBatch.from_requests(5, 500, []).rows == 8
 
     def test_chunk_token_attends_to_the_prefix_and_half_the_chunk(self) -> None:
         """The 100 tokens after 200 attend to 200 + 50 each, 25,000 pairs; 10 tokens without a prefix attend to 5 each,
         50 pairs.
         """
-        assert Work.from_requests(0, 0, [(100, 200), (10, 0)]) == Work(0, 0, 110, 25_050.0, 200)
+        assert ReplicaBatch.from_requests(0, 0, [(100, 200), (10, 0)]) == ReplicaBatch(0, 0, 110, 25_050.0, 200)
 
 
 class TestGrid:
@@ -115,8 +115,8 @@ class TestGrid:
         cases = make_cases(extent)
         assert cases
         assert all(extent.supports_case(case) for case in cases)
-        assert step_times(extent).model.predict_step_ms([Work.from_requests(1, 3, [])]) == pytest.approx(
-            true_ms(Work.from_requests(1, 3, []))
+        assert step_times(extent).model.predict_step_ms([ReplicaBatch.from_requests(1, 3, [])]) == pytest.approx(
+            true_ms(ReplicaBatch.from_requests(1, 3, []))
         )
 
     def test_long_prompts_are_measured_to_their_end(self) -> None:
@@ -143,7 +143,7 @@ class TestPrediction:
     def test_prediction_is_exact_for_measured_cases_with_random_times(self) -> None:
         """Every case that is used for interpolation is predicted with its own median."""
         rng = np.random.default_rng(0)
-        times = step_times(truth=lambda work: true_ms(work) * rng.uniform(0.9, 1.1))
+        times = step_times(truth=lambda batch: true_ms(batch) * rng.uniform(0.9, 1.1))
         for m in times.select_cases(LINE):
             assert times.model.predict_step_ms([m.case.compute_work()]) == pytest.approx(m.median_ms)
 
@@ -155,8 +155,8 @@ class TestPrediction:
         chunks = [(int(tokens), 256 * int(rng.integers(0, 4))) for tokens in rng.integers(1, 1200, rng.integers(0, 6))]
         if not positions and not chunks:
             positions = [500]
-        work = Work.from_requests(len(positions), sum(positions) + len(positions), chunks)
-        assert predict_ms(make_replica(positions, chunks)) == pytest.approx(true_ms(work))
+        batch = ReplicaBatch.from_requests(len(positions), sum(positions) + len(positions), chunks)
+        assert predict_ms(make_replica(positions, chunks)) == pytest.approx(true_ms(batch))
 
     def test_check_cases_do_not_change_predictions(self) -> None:
         wrong = [MeasuredCase(case=m.case, samples_ms=[1e6]) if m.case.use == CHECK else m for m in TIMES.cases]
@@ -176,7 +176,7 @@ class TestPrediction:
         lines = msgspec.structs.replace(TIMES, cases=TIMES.select_cases(LINE))
         step = make_replica([], [(256, 1024)] * 4)
         assert lines.predict_duration_ms(Step(0, [step])) == pytest.approx(
-            true_ms(Work.from_requests(0, 0, [(256, 1024)] * 4))
+            true_ms(ReplicaBatch.from_requests(0, 0, [(256, 1024)] * 4))
         )
 
     def test_decode_with_a_chunk_on_another_replica_adds_the_time_of_its_kv_reads(self) -> None:
@@ -198,7 +198,7 @@ class TestPrediction:
     def test_all_replicas_run_the_rows_of_the_largest(self) -> None:
         """A replica with one request of 5,000 tokens runs eight rows, if another has eight requests of 300."""
         assert predict_ms(make_replica([4999]), make_replica([299] * 8)) == pytest.approx(
-            true_ms(Work(8, 5000, 0, 0.0, 0))
+            true_ms(ReplicaBatch(8, 5000, 0, 0.0, 0))
         )
 
     def test_replica_without_chunks_runs_the_rows_of_the_one_with_chunks(self) -> None:
@@ -210,7 +210,7 @@ class TestPrediction:
         assert MeasuredCase(case=Case(), samples_ms=[5.0, 1.0, 2.0]).median_ms == 2.0
 
     def test_line_is_extrapolated_beyond_its_ends(self) -> None:
-        line = Line([(10, 1), (20, 2), (40, 8)])
+        line = PiecewiseLinear([(10, 1), (20, 2), (40, 8)])
         assert [line(x) for x in (0, 10, 15, 30, 50)] == [0, 1, 1.5, 5, 11]
 
 
@@ -253,8 +253,8 @@ class TestHost:
         """
 
         def host_ms(case: Case) -> list[float]:
-            work = case.compute_work()
-            return [50 + 0.01 * compute_chunk_rows(work.rows + work.tokens)] if case.chunks else []
+            batch = case.compute_work()
+            return [50 + 0.01 * compute_chunk_rows(batch.rows + batch.tokens)] if case.chunks else []
 
         times = msgspec.structs.replace(
             TIMES, cases=[msgspec.structs.replace(m, host_ms=host_ms(m.case)) for m in TIMES.cases]
@@ -275,7 +275,7 @@ class TestHost:
             TIMES, cases=[msgspec.structs.replace(m, host_ms=host_ms(m.case)) for m in TIMES.cases]
         )
         single = Step(0, [make_replica([0])])
-        assert times.host_model.predict_step_ms([Work(1, 1, 0, 0.0, 0)]) < 0
+        assert times.host_model.predict_step_ms([ReplicaBatch(1, 1, 0, 0.0, 0)]) < 0
         assert times.predict_host_ms(single) == 0.0
 
     @pytest.mark.parametrize(("tp", "host_ms", "as_device"), [(1, 5.0, False), (8, 5.0, True), (8, 1e4, False)])
@@ -425,9 +425,9 @@ class TestFile:
 
     def test_line_takes_the_mean_of_two_times_at_one_place(self) -> None:
         """Two times at one place define no slope, which extrapolation beyond the last place must handle."""
-        line = Line([(1.0, 10.0), (2.0, 20.0), (2.0, 24.0)])
+        line = PiecewiseLinear([(1.0, 10.0), (2.0, 20.0), (2.0, 24.0)])
         assert [line(x) for x in (1.0, 2.0, 3.0)] == [10.0, 22.0, 34.0]
-        assert Line([(2.0, 20.0), (2.0, 24.0)])(5.0) == 22.0
+        assert PiecewiseLinear([(2.0, 20.0), (2.0, 24.0)])(5.0) == 22.0
 
     @pytest.mark.parametrize("samples", [[], [0.0], [-1.0, 2.0]], ids=["none", "zero", "negative"])
     def test_file_with_impossible_times_is_refused(self, tmp_path, samples: list[float]) -> None:
@@ -444,13 +444,13 @@ def test_decode_rows_add_a_constant_time_outside_measured_chunk_sizes() -> None:
     between them it is linear.
     """
     samples = [
-        (Work(rows, round(rows * each), tokens, 0.0, 0), more)
+        (ReplicaBatch(rows, round(rows * each), tokens, 0.0, 0), more)
         for tokens, more in ((100, 10.0), (200, 20.0))
         for rows, each in ((1, 50.0), (1, 100.0), (4, 50.0), (4, 100.0))
     ]
     mixed_times = MixedTimes(samples, lambda *_: 0.0)  # type: ignore[arg-type]
     for tokens, more in ((50, 10.0), (100, 10.0), (150, 15.0), (200, 20.0), (400, 20.0)):
-        assert mixed_times(Work(2, 160, tokens, 0.0, 0)) == pytest.approx(more)
+        assert mixed_times(ReplicaBatch(2, 160, tokens, 0.0, 0)) == pytest.approx(more)
 
 
 def make_emulated_times(prompts: tuple[Prompts, ...]) -> StepTimes:
@@ -465,11 +465,11 @@ def test_steps_with_prompts_are_scaled_by_the_factors_of_the_machine() -> None:
     """
     plain, longer = step_times(EXTENT), make_emulated_times((Prompts(2048, 1.02), Prompts(4096, 1.04)))
     for tokens, times in ((1024, 1.02), (3072, 1.03), (4096, 1.04), (8192, 1.04)):
-        work = Work.from_requests(0, 0, [(tokens, 0)])
-        assert longer.model.predict_step_ms([work]) == pytest.approx(
-            times * plain.model.predict_step_ms([work]), rel=2e-3
+        batch = ReplicaBatch.from_requests(0, 0, [(tokens, 0)])
+        assert longer.model.predict_step_ms([batch]) == pytest.approx(
+            times * plain.model.predict_step_ms([batch]), rel=2e-3
         )
-    decodes = Work.from_requests(8, 8 * 4000, [])
+    decodes = ReplicaBatch.from_requests(8, 8 * 4000, [])
     assert longer.model.predict_step_ms([decodes]) == plain.model.predict_step_ms([decodes])
     assert longer.cases == plain.cases
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def stop(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    work = launcher.Work(folder=folder, settings=Settings(), device="cpu", hardware="CPU", worker="w")
-    with pytest.raises(SystemExit) as e, point_runner.handle_stop(Run(), work):
+    options = launcher.JobOptions(folder=folder, settings=Settings(), device="cpu", hardware="CPU", worker="w")
+    with pytest.raises(SystemExit) as e, point_runner.handle_stop(Run(), options):
         raise KeyboardInterrupt
     assert e.value.code == 130
     return capsys.readouterr().err

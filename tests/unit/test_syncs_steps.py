@@ -12,7 +12,7 @@ import torch
 from dcpbench.errors import UsageError
 from dcpbench.syncs.scan import scan_traces
 from dcpbench.syncs.sites import compute_fingerprint
-from dcpbench.syncs.steps import Range, Steps, Work, count_occurrences
+from dcpbench.syncs.steps import LaunchedWork, Range, Steps, count_occurrences
 from dcpbench.syncs.steps import find_steps as find_steps_of
 from dcpbench.syncs.traces.python_lines import Repository, parse_frame
 from tests.unit.trace_builder import HOST, Trace, get_only_site, select_counted
@@ -27,8 +27,8 @@ def make_ranges(*names: str, length: float = 10) -> list[Range]:
 
 def find_steps(found: list[Range], pattern: str | None = None, *, outside: int = 0) -> Steps:
     """Find steps among annotations that hold one launch each, with some launches outside all of them."""
-    worked = [r._replace(work=Work(1, 50.0)) for r in found]
-    return find_steps_of(worked, Work(len(found) + outside, 50.0 * (len(found) + outside)), pattern)
+    worked = [r._replace(work=LaunchedWork(1, 50.0)) for r in found]
+    return find_steps_of(worked, LaunchedWork(len(found) + outside, 50.0 * (len(found) + outside)), pattern)
 
 
 class TestFindSteps:
@@ -52,8 +52,11 @@ class TestFindSteps:
         """Each step has both layers, so that the number of a layer does not identify a step."""
         steps = [Range(f"step {i}", 100.0 * i, 100.0 * i + 90) for i in range(3)]
         layers = [Range(f"layer {j}", 100.0 * i + 10 * j, 100.0 * i + 10 * j + 5) for i in range(3) for j in range(2)]
-        found = [*(r._replace(work=Work(1)) for r in layers), *(r._replace(work=Work(2)) for r in steps)]
-        assert find_steps_of(found, Work(6)).marked_by == "step "
+        found = [
+            *(r._replace(work=LaunchedWork(1)) for r in layers),
+            *(r._replace(work=LaunchedWork(2)) for r in steps),
+        ]
+        assert find_steps_of(found, LaunchedWork(6)).marked_by == "step "
 
     def test_pattern_marks_steps_that_share_a_name(self) -> None:
         steps = find_steps(make_ranges("warm", "decode", "decode", "ProfilerStep#1"), "^decode$")

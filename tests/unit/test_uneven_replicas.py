@@ -26,7 +26,7 @@ from dcpbench.recommend import estimate
 from dcpbench.recommend.forecast import EstimatedTimes, Estimator
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
 from dcpbench.serving.step_cases import BETWEEN_TOKENS, CHUNK_TOKENS, CaseMaker, Extent, is_bare, make_cases
-from dcpbench.serving.step_model import StepModel, Work, compute_step_works
+from dcpbench.serving.step_model import ReplicaBatch, StepModel, compute_step_works
 from dcpbench.serving.step_times import (
     CHECK,
     LINE,
@@ -67,17 +67,17 @@ POINT = Point(
 A_ROW_MS = 0.03  # time of experts for one row on each replica; a row on a single replica takes a DP-th of it
 
 
-def compute_true_ms(works: list[Work]) -> float:
+def compute_true_ms(works: list[ReplicaBatch]) -> float:
     """Return the time of the slowest replica, with experts that process only the rows that exist."""
-    rows = [work.rows_with_chunks for work in works]
-    most = max(works, key=lambda work: work.rows_with_chunks)
-    full = max(true_ms(pad_to_rows_of(most, work)) for work in works)
+    rows = [batch.rows_with_chunks for batch in works]
+    most = max(works, key=lambda batch: batch.rows_with_chunks)
+    full = max(true_ms(pad_to_rows_of(most, batch)) for batch in works)
     return full - A_ROW_MS * sum(max(rows) - each for each in rows) / len(rows)
 
 
-def pad_to_rows_of(most: Work, work: Work) -> Work:
+def pad_to_rows_of(most: ReplicaBatch, batch: ReplicaBatch) -> ReplicaBatch:
     """Give a replica's attention as many rows as the fullest has; true_ms derives them from rows + tokens."""
-    return work._replace(tokens=most.rows + most.tokens - work.rows)
+    return batch._replace(tokens=most.rows + most.tokens - batch.rows)
 
 
 def make_step_times(extent: Extent = EXTENT) -> StepTimes:
@@ -203,7 +203,7 @@ class TestGrid:
         case = Case(chunks=(Chunks(2, 5, 8),), use=CHECK, replicas=2)
         made = CaseMaker(setup, 50).make_steps(case)
         assert compute_step_works(made.first) == compute_step_works(made.again) == case.compute_works(3)
-        assert case.compute_works(3) == [case.compute_work()] * 2 + [Work.from_requests(0, 0, [])]
+        assert case.compute_works(3) == [case.compute_work()] * 2 + [ReplicaBatch.from_requests(0, 0, [])]
         assert [bool(replica.table) for replica in made.first.replicas] == [True, True, False]
 
     def test_rows_and_text_of_a_case_count_only_busy_replicas(self) -> None:
@@ -229,18 +229,23 @@ class TestPrediction:
         """Let replicas decode, run a chunk, do both or do nothing."""
         rng = np.random.default_rng(seed)
         works = [
-            Work.from_requests(
+            ReplicaBatch.from_requests(
                 n, n * int(rng.integers(64, 4000)), [(int(rng.integers(16, 3000)), 0)] if rng.random() < 0.5 else []
             )
             for n in rng.integers(0, 11, DP).tolist()
         ]
-        works[int(rng.integers(DP))] = Work.from_requests(0, 0, [(3500, 0)])
+        works[int(rng.integers(DP))] = ReplicaBatch.from_requests(0, 0, [(3500, 0)])
         assert TIMES.model.predict_step_ms(works) == pytest.approx(compute_true_ms(works))
 
     def test_predicted_time_grows_with_the_rows_of_other_replicas(self) -> None:
         """Give the other replicas from no rows to as many as the fullest has."""
-        chunk, empty = Work.from_requests(0, 0, [(4096, 0)]), Work.from_requests(0, 0, [])
-        others = [empty, Work.from_requests(12, 12 * 4000, []), Work.from_requests(0, 0, [(2048, 0)]), chunk]
+        chunk, empty = ReplicaBatch.from_requests(0, 0, [(4096, 0)]), ReplicaBatch.from_requests(0, 0, [])
+        others = [
+            empty,
+            ReplicaBatch.from_requests(12, 12 * 4000, []),
+            ReplicaBatch.from_requests(0, 0, [(2048, 0)]),
+            chunk,
+        ]
         times = [TIMES.model.predict_step_ms([chunk, other, empty, empty]) for other in others]
         assert times == sorted(times)
         assert times[-1] - times[0] == pytest.approx(A_ROW_MS * 4096 / DP)
@@ -261,7 +266,7 @@ class TestPrediction:
         """Measure a case of one replica that took longer than the case of all replicas."""
         line = [(m.case.compute_work(), m.median_ms) for m in TIMES.select_cases(LINE)]
         model = StepModel(line, (), [(m.case.compute_work(), 1e6) for m in TIMES.select_cases(UNEVEN)])
-        chunk, empty = Work.from_requests(0, 0, [(4096, 0)]), Work.from_requests(0, 0, [])
+        chunk, empty = ReplicaBatch.from_requests(0, 0, [(4096, 0)]), ReplicaBatch.from_requests(0, 0, [])
         assert model.predict_step_ms([chunk, empty, empty, empty]) == model.predict_step_ms([chunk] * DP)
 
 
@@ -323,13 +328,11 @@ class TestEstimate:
         """Expect the experts' work of a step with only the existing rows, and other layers' work of the padded step."""
         sharding = Sharding(shape=SHAPES["deepseek-v3"], layout=Layout(4, 4), itemsize=2, ep=ep)
         padded = estimate.pad_step(Case(chunks=(Chunks(1, 2048, 0),), replicas=1).compute_rows(4), 4)
-        routed = sharding.estimate_routed(padded.live)
-        expected = iter_expert_works(sharding, StepRows(tokens=2048), routed)
-        assert list(iter_expert_works(sharding, padded, routed)) == list(expected)
+        load = sharding.estimate_expert_load(padded.live)
+        expected = iter_expert_works(sharding, StepRows(tokens=2048), load)
+        assert list(iter_expert_works(sharding, padded, load)) == list(expected)
         works = [(phase, work) for phase, _, work in iter_phase_works(sharding, padded)]
-        assert [work for phase, work in works if phase == "moe"][-2:] == list(
-            iter_expert_works(sharding, padded, routed)
-        )
+        assert [work for phase, work in works if phase == "moe"][-2:] == list(iter_expert_works(sharding, padded, load))
         assert compute_gather_work(4 * 2048 * SHAPES["deepseek-v3"].hidden * 2, 4) in [
             w for p, w in works if p == "dp_gather"
         ]

@@ -16,7 +16,7 @@ from dcpbench.kernels import int4
 from dcpbench.models import SHAPES
 from dcpbench.models.weight_formats import EXPERTS, FORMATS, FP8, INT4, SCALE_BLOCK, UNQUANTISED
 from dcpbench.points import memory
-from dcpbench.points.layout import GroupWide, Layout
+from dcpbench.points.layout import Layout, QueryReplication
 from dcpbench.points.names import MOE_EP, MOE_TP
 from tests.unit import engine_builder as build
 
@@ -45,10 +45,10 @@ class MetaSource:
 
 
 WIDE = {
-    "own": GroupWide(),
-    "query": GroupWide(query=True),
-    "value": GroupWide(value=True),
-    "both": GroupWide(query=True, value=True),
+    "own": QueryReplication(),
+    "query": QueryReplication(query=True),
+    "value": QueryReplication(value=True),
+    "both": QueryReplication(query=True, value=True),
 }
 LAYOUTS = [Layout(1), Layout(2), Layout(4, dcp=2), Layout(4, dp=2, dcp=2), Layout(8, dcp=8), Layout(8, dp=8)]
 TINY_SHAPES = {
@@ -61,7 +61,9 @@ TINY_SHAPES = {
     "all-dense": build.shape_like_tiny(first_dense=3),
     "no-dense": build.shape_like_tiny(first_dense=0),
 }
-UNEVEN = build.shape_like_tiny(hidden=320, q_lora=192, moe_inter=384, dense_inter=960, nope=24, value=40)
+UNEVEN = build.shape_like_tiny(
+    hidden=320, q_lora=192, moe_inter=384, dense_inter=960, qk_nope_head_dim=24, v_head_dim=40
+)
 """Shape for which ranks split blocks in rows and in columns, and for which stacked parts end inside a block."""
 
 
@@ -78,7 +80,7 @@ class TestBytes:
         expected = memory.compute_weight_bytes(shape, layout, dtype.itemsize, dense, moe, wide)
         for rank in {0, layout.tp // 2, layout.tp - 1}:
             ep = MOE_TP if rank == layout.tp - 1 else MOE_EP
-            held = load_weights(MetaSource(dtype), shape, layout, rank, build.layers(shape), wide=wide, ep=ep)
+            held = load_weights(MetaSource(dtype), shape, layout, rank, build.layers(shape), replicated=wide, ep=ep)
             assert held.count_bytes() == expected
 
     @pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v3"])
@@ -101,7 +103,7 @@ class TestBytes:
         expected = memory.compute_weight_bytes(shape, layout, 2, dense, moe, wide, FORMATS[FP8], ep=ep)
         ranks = {0, layout.tp // 2, layout.tp - 1, min(1, layout.tp - 1)}
         held = [
-            load_weights(MetaSource(), shape, layout, rank, build.layers(shape), wide=wide, ep=ep, fp8=True)
+            load_weights(MetaSource(), shape, layout, rank, build.layers(shape), replicated=wide, ep=ep, fp8=True)
             for rank in ranks
         ]
         most = max(weights.count_bytes() for weights in held)
@@ -224,8 +226,8 @@ class TestShards:
         source, layout = SyntheticSource(0, torch.float32, build.CPU), Layout(4, dp=2, dcp=2)
         for rank in range(4):
             own = [w.get_layer(1).attention for w in ranks[rank // 2 * 2 :][:2]]
-            for wide, names in ((WIDE["query"], ("q_b", "w_uk")), (WIDE["value"], ("w_uv",))):
-                held = load_weights(source, build.TINY, layout, rank, build.layers(build.TINY), wide=wide)
+            for replicated, names in ((WIDE["query"], ("q_b", "w_uk")), (WIDE["value"], ("w_uv",))):
+                held = load_weights(source, build.TINY, layout, rank, build.layers(build.TINY), replicated=replicated)
                 attention = held.get_layer(1).attention
                 for name in ("q_b", "w_uk", "w_uv"):
                     parts = [getattr(a, name) for a in own]

@@ -164,7 +164,7 @@ def decode_prompts(engine: DecodeEngine, prompts: list[list[int]], new_tokens: i
     requests = [engine.add_request(1) for _ in prompts]
     answers: list[list[Position]] = [[] for _ in prompts]
     for request, prompt in zip(requests, prompts, strict=True):
-        engine.requests.set_tokens(request.slot, 0, prompt[:1])
+        engine.request_pool.set_tokens(request.slot, 0, prompt[:1])
     while True:
         batch = engine.plan_step(requests)
         engine.run_eager(batch)
@@ -180,7 +180,7 @@ def decode_prompts(engine: DecodeEngine, prompts: list[list[int]], new_tokens: i
             at = request.length
             engine.append_token(request)
             if at < len(prompt):
-                engine.requests.set_tokens(request.slot, at, [prompt[at]])
+                engine.request_pool.set_tokens(request.slot, at, [prompt[at]])
 
 
 def list_step(engine: DecodeEngine, batch: Batch) -> list[Position]:

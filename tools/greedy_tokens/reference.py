@@ -66,7 +66,7 @@ def judge_answers(files: Sequence[Answers], folder: str, shape: ModelShape) -> J
     torch.set_float32_matmul_precision("highest")
     key, prompts = files[0].weights, files[0].prompts
     device = torch.device("cuda" if key.device != "cpu" else "cpu")
-    judge = Judge(load_with_weights(folder, draw_weights(shape, key)).to(device), shape.groups)
+    judge = Judge(load_with_weights(folder, draw_weights(shape, key)).to(device), shape.n_group)
     roundings = Roundings(dtype=DTYPES[key.dtype], fp8_weights=key.format == FP8, kv_scale=None)
     texts = [
         (number, tokens)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from dcpbench.bench.bench_record import Case
     from dcpbench.kernels.attention import Backend
-    from dcpbench.points.roofline import Work
+    from dcpbench.points.roofline import OperatorCost
 
 SCALE = (NOPE + ROPE) ** -0.5
 LIMIT = 1e-2  # relative error past which an output is wrong: rounding to bf16, with twice that as margin
@@ -182,7 +182,7 @@ class Attention:
         """Return (o_HR, lse_H) of a request in the dtype of its rows."""
         return compute_mla_decode(q_HQ, rows_KQ, spec.latent, spec.scale)
 
-    def compute_work(self, case: Case, pools: Pools) -> Work:
+    def compute_work(self, case: Case, pools: Pools) -> OperatorCost:
         """Return the minimum work of a call."""
         return compute_attention_work(
             int(case.sizes["heads"]),

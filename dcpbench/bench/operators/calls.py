@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dcpbench.bench.bench_record import BenchSettings, Case
     from dcpbench.measuring import timing
-    from dcpbench.points.roofline import Work
+    from dcpbench.points.roofline import OperatorCost
     from dcpbench.records.record import Gpu
 
     Run = Callable[[], None]
@@ -42,7 +42,7 @@ class Calls:
     check_graph: Callable[[Run], str] | None = None  # `check` for a pass of `to_capture`
     written_bytes: int = 0  # bytes that a pass writes or reads, from which it follows whether the L2 cache is cold
     error: Callable[[], float] | None = None  # ‖x − ref‖ / ‖ref‖ of the last pass, if results are not bitwise equal
-    work: Work | None = None  # minimum work of one call; None without a limit to compare with
+    work: OperatorCost | None = None  # minimum work of one call; None without a limit to compare with
 
     def run(self) -> None:
         """Run one pass, eagerly."""
@@ -64,7 +64,7 @@ def make_checked_calls(
     error: Callable[[Sequence[Tensors]], float],
     limit: float,
     *,
-    work: Work,
+    work: OperatorCost,
     written_bytes: int = 0,
     before: Run = lambda: None,
 ) -> Calls:

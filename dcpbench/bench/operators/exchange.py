@@ -25,7 +25,7 @@ from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.exchange.torch_collectives import gather_objects
 from dcpbench.kernels.merge import merge_partials
 from dcpbench.models.shapes import KV_WIDTH, LATENT
-from dcpbench.points.roofline import Work, compute_exchanged_bytes, compute_merge_work, compute_query_work
+from dcpbench.points.roofline import OperatorCost, compute_exchanged_bytes, compute_merge_work, compute_query_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,14 +153,14 @@ class ExchangeBench:
         return Calls(calls=calls, check=check_results, error=compute_error, work=compute_work(case))
 
 
-def compute_work(case: Case) -> Work:
+def compute_work(case: Case) -> OperatorCost:
     """Return the work of a case; `wire_bytes` are the received bytes by the formula of the variant."""
     batch, heads, ranks, value = (int(case.sizes[n]) for n in ("requests", "heads", "ranks", "value"))
     replicate = case.sizes["q"] == "replicated"
-    q = Work() if replicate else compute_query_work(batch, heads, ranks, KV_WIDTH, DTYPE.itemsize)
+    q = OperatorCost() if replicate else compute_query_work(batch, heads, ranks, KV_WIDTH, DTYPE.itemsize)
     merged = compute_merge_work(batch, heads, ranks, value, DTYPE.itemsize)
     q_bytes, merged_bytes = compute_exchanged_bytes(case.variant, batch, heads, ranks, KV_WIDTH, value, DTYPE.itemsize)
-    return Work(
+    return OperatorCost(
         received_bytes=q.received_bytes + merged.received_bytes,
         wire_bytes=merged_bytes + (0 if replicate else q_bytes),
         barriers=q.barriers + merged.barriers,

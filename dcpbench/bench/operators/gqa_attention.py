@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from dcpbench.bench.bench_record import Case
     from dcpbench.kernels.attention import Backend
-    from dcpbench.points.roofline import Work
+    from dcpbench.points.roofline import OperatorCost
 
 
 class Gqa(Attention):
@@ -63,7 +63,7 @@ class Gqa(Attention):
         """Return (o_HX, lse_H) of a request in the dtype of its rows."""
         return compute_gqa_decode(q_HQ, rows_KQ, spec.kv_heads, spec.scale)
 
-    def compute_work(self, case: Case, pools: Pools) -> Work:
+    def compute_work(self, case: Case, pools: Pools) -> OperatorCost:
         """Return the minimum work of a call."""
         width = int(case.sizes["head_dim"])
         return compute_attention_work(

@@ -32,11 +32,11 @@ from dcpbench.errors import CapacityError
 from dcpbench.exchange.prefix import Gatherer, Task, allocate_symmetric
 from dcpbench.exchange.registered_memory import RegisteredBuffer, register_buffer
 from dcpbench.kernels.kv_gather import make_request_table
-from dcpbench.kernels.kv_indices import Share, write_pages
+from dcpbench.kernels.kv_indices import DcpShard, write_pages
 from dcpbench.models.shapes import KV_WIDTH
 from dcpbench.points.layout import Prefix
 from dcpbench.points.memory import GIB
-from dcpbench.points.roofline import Work
+from dcpbench.points.roofline import OperatorCost
 from dcpbench.serving.allocator import DcpAllocator
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class KvGather:
             to_capture=self._make_calls(case.variant, inputs, lambda: contextlib.nullcontext(kept))[:layers],
             check=functools.partial(inputs.check_pass, layers),
             written_bytes=layers * (own + task.prefix.tokens) * row_bytes,
-            work=Work(
+            work=OperatorCost(
                 memory_bytes=(own + task.prefix.tokens) * row_bytes,
                 received_bytes=received,
                 wire_bytes=(self.group.size - 1) * task.compute_part_bytes() if case.variant == "nccl" else received,
@@ -201,8 +201,8 @@ def find_stored_rows(prefix: Prefix, group: Group, device: torch.device) -> tupl
     lengths = prefix.lengths
     pages = sum(-(-length // (PAGE * group.size)) for length in lengths)
     allocator = DcpAllocator(pages + 1, PAGE, group.size)
-    requests = RequestPool(len(lengths), max(lengths), device)
-    slots = [requests.allocate_slot() for _ in lengths]
+    request_pool = RequestPool(len(lengths), max(lengths), device)
+    slots = [request_pool.allocate_slot() for _ in lengths]
     allocations = [allocator.allocate(-(-length // TURNS)) if length else None for length in lengths]
     for turn in range(2, TURNS + 1):
         for allocation, length in zip(allocations, lengths, strict=True):
@@ -210,13 +210,13 @@ def find_stored_rows(prefix: Prefix, group: Group, device: torch.device) -> tupl
                 allocator.extend(allocation, -(-length * turn // TURNS) - allocation.tokens)
     for slot, allocation in zip(slots, allocations, strict=True):
         if allocation is not None:
-            requests.set_locs(slot, 0, allocation.compute_locs(0, allocation.tokens))
+            request_pool.set_locs(slot, 0, allocation.compute_locs(0, allocation.tokens))
     own = prefix.list_first_rows(group.rank)[-1]
     rows = torch.empty(own, dtype=torch.int32, device=device)
     ends, shares = (torch.empty(len(lengths) + 1, dtype=torch.int32, device=device) for _ in range(2))
-    share = Share(rank=group.rank, dcp=group.size)  # of pages of one row: the indices are rows
+    shard = DcpShard(rank=group.rank, dcp=group.size)  # of pages of one row: the indices are rows
     slots_B, lengths_B = (torch.tensor(numbers, device=device) for numbers in (slots, lengths))
-    write_pages(rows, ends, shares, requests.table, slots_B, lengths_B, share)
+    write_pages(rows, ends, shares, request_pool.table, slots_B, lengths_B, shard)
     return rows, (pages + 1) * PAGE
 
 

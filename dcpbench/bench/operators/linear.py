@@ -21,7 +21,7 @@ from dcpbench.errors import MissingPackageError, UsageError
 from dcpbench.kernels import linear as kernels
 from dcpbench.kernels.block_scaled import Scaled, dequantize_weight, quantize_rows
 from dcpbench.models.weight_formats import FORMATS, FP8, UNQUANTISED
-from dcpbench.points.memory import Product
+from dcpbench.points.memory import LinearShape
 from dcpbench.points.roofline import compute_linear_work
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Linear:
         """Return calls of a case with the sizes of `Sizes`."""
         sizes = Sizes(**case.sizes)  # type: ignore[arg-type]
         random = torch.Generator(self.device).manual_seed(self.seed)
-        product = Product(sizes.inputs, sizes.outputs)
+        product = LinearShape(sizes.inputs, sizes.outputs)
         scaled = sizes.weights == FP8
         stored = FORMATS[FP8] if scaled else UNQUANTISED
         work = compute_linear_work(product, sizes.rows, itemsize=self.dtype.itemsize, weights=stored)

@@ -23,7 +23,7 @@ from dcpbench.kernels.merge import compute_weights
 from dcpbench.kernels.pack import Message, merge_messages, pack_messages
 from dcpbench.kernels.value_proj import project_values
 from dcpbench.models.shapes import KV_WIDTH, LATENT, VALUE
-from dcpbench.points.roofline import Work
+from dcpbench.points.roofline import OperatorCost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class PreparedOp:
 
     call: Callable[[], tuple[torch.Tensor, ...]]
     truth: Callable[[], tuple[torch.Tensor, ...]]  # expected result of `call`, in fp64
-    work: Work
+    work: OperatorCost
 
 
 def prepare_head_order(s: Sizes, numbers: Callable[..., torch.Tensor]) -> PreparedOp:
@@ -64,7 +64,7 @@ def prepare_head_order(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Prepar
     return PreparedOp(
         call=lambda: (to_head_order(q_NBhQ),),
         truth=lambda: (q_NBhQ.transpose(0, 1).flatten(1, 2),),
-        work=Work(memory_bytes=2 * q_NBhQ.nbytes),
+        work=OperatorCost(memory_bytes=2 * q_NBhQ.nbytes),
     )
 
 
@@ -75,7 +75,7 @@ def prepare_pack(s: Sizes, numbers: Callable[..., torch.Tensor]) -> PreparedOp:
     return PreparedOp(
         call=lambda: message.split_views(pack_messages(o_BHR, lse_BH, s.dcp)),
         truth=lambda: (_split_by_rank(o_BHR, s.own), _split_by_rank(lse_BH, s.own)),
-        work=Work(memory_bytes=2 * (o_BHR.nbytes + lse_BH.nbytes)),
+        work=OperatorCost(memory_bytes=2 * (o_BHR.nbytes + lse_BH.nbytes)),
     )
 
 
@@ -94,7 +94,7 @@ def prepare_combine(s: Sizes, numbers: Callable[..., torch.Tensor]) -> PreparedO
     return PreparedOp(
         call=run_call,
         truth=lambda: (kernels.merge_partials(o_NBhR.double(), lse_NBh.double()).transpose(0, 1),),
-        work=Work(memory_bytes=2 * o_NBhR.numel() + lse_NBh.numel() * 4 + out_hBR.nbytes),
+        work=OperatorCost(memory_bytes=2 * o_NBhR.numel() + lse_NBh.numel() * 4 + out_hBR.nbytes),
     )
 
 
@@ -106,7 +106,7 @@ def prepare_correct(s: Sizes, numbers: Callable[..., torch.Tensor]) -> PreparedO
     return PreparedOp(
         call=lambda: (kernels.correct_attn_out(o_BHR, lse_NBH, rank, torch.float32),),
         truth=lambda: ((compute_weights(lse_NBH.double())[rank].unsqueeze(-1) * o_BHR.double()).transpose(0, 1),),
-        work=Work(memory_bytes=o_BHR.nbytes + lse_NBH.nbytes + 4 * o_BHR.numel()),
+        work=OperatorCost(memory_bytes=o_BHR.nbytes + lse_NBH.nbytes + 4 * o_BHR.numel()),
     )
 
 
@@ -118,7 +118,9 @@ def prepare_value_proj(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Prepar
     return PreparedOp(
         call=lambda: (project_values(o_hBR, w_uv, DTYPE),),
         truth=lambda: (torch.bmm(o_hBR.double(), w_uv.double()).transpose(0, 1),),
-        work=Work(memory_bytes=o_hBR.nbytes + w_uv.nbytes + out_bytes, flops=2 * s.requests * s.own * LATENT * VALUE),
+        work=OperatorCost(
+            memory_bytes=o_hBR.nbytes + w_uv.nbytes + out_bytes, flops=2 * s.requests * s.own * LATENT * VALUE
+        ),
     )
 
 

@@ -27,7 +27,7 @@ from dcpbench.kernels.e4m3 import LARGEST
 from dcpbench.kernels.int4 import Int4
 from dcpbench.kernels.moe import decode_experts, int4_experts, prefill_experts, scaled
 from dcpbench.models.weight_formats import FORMATS, FP8, INT4, SCALE_BLOCK, UNQUANTISED, WeightFormat
-from dcpbench.points.memory import Product
+from dcpbench.points.memory import LinearShape
 from dcpbench.points.roofline import compute_expert_work
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from dcpbench.bench.bench_record import Case
     from dcpbench.bench.operators.calls import Calls
-    from dcpbench.points.roofline import Work
+    from dcpbench.points.roofline import OperatorCost
 
 LIMIT = 8e-3  # relative error past which a result is wrong: rounding it, and for gate-up its factors, to bf16
 CHECKED = 8  # number of experts with rows compared with fp64: the fullest, and others spread over all
@@ -121,15 +121,15 @@ class Inputs:
             return int4.dequantize(self.weight.select_expert(expert))[0].double()
         return self.weight[expert].double()
 
-    def compute_work(self) -> Work:
+    def compute_work(self) -> OperatorCost:
         """Return the work: weights of experts that have a row, and each row read and each result written once."""
         _, height, depth = self.sizes.weight
         return compute_expert_work(
-            Product(depth, height),
+            LinearShape(depth, height),
             gated=self.sizes.gated,
             rows_in=len(self.x),
-            rows=self.ids.numel(),
-            hit=sum(count > 0 for count in self.counts),
+            assignments=self.ids.numel(),
+            active_experts=sum(count > 0 for count in self.counts),
             itemsize=self.x.itemsize,
             weights=self.sizes.format,
         )
@@ -156,13 +156,13 @@ def prepare_triton(inputs: Inputs) -> PreparedVariant:
         rows_ID = inputs.sorted_rows
         *_, ends = prefill_experts.sort_by_expert(inputs.ids, 0, sizes.experts)
         return PreparedVariant(
-            call=lambda: (prefill_experts.compute_product(rows_ID, weight, ends, gated=sizes.gated),),
+            call=lambda: (prefill_experts.compute_grouped_gemm(rows_ID, weight, ends, gated=sizes.gated),),
             rows=lambda y: y,
             fused=True,
         )
-    plan = decode_experts.plan_product(inputs.ids, 0, sizes.experts)
+    plan = decode_experts.align_tokens_to_experts(inputs.ids, 0, sizes.experts)
     return PreparedVariant(
-        call=lambda: (decode_experts.compute_product(inputs.x, weight, plan, sizes.top_k, gated=sizes.gated),),
+        call=lambda: (decode_experts.compute_grouped_gemm(inputs.x, weight, plan, sizes.top_k, gated=sizes.gated),),
         rows=lambda y: y,
         fused=True,
     )
@@ -190,7 +190,7 @@ def prepare_int4(inputs: Inputs, weight: Int4) -> PreparedVariant:
     sizes = inputs.sizes
     plan = int4_experts.plan_products(inputs.ids, 0, sizes.experts)
     return PreparedVariant(
-        call=lambda: (int4_experts.compute_product(inputs.x, weight, plan, sizes.top_k, gated=sizes.gated),),
+        call=lambda: (int4_experts.compute_grouped_gemm(inputs.x, weight, plan, sizes.top_k, gated=sizes.gated),),
         rows=lambda y: y,
         fused=True,
     )

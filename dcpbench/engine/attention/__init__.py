@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dcpbench.kernels.block_scaled import Rows
     from dcpbench.kernels.prefill import PrefillSpec
     from dcpbench.models.shapes import ModelShape
-    from dcpbench.points.layout import GroupWide, Layout
+    from dcpbench.points.layout import Layout, QueryReplication
 
 LayerWeights = Any  # attention weights of a layer; each kind has `input_norm`, `first`, `o` and `post_norm`
 
@@ -30,14 +30,20 @@ class AttentionKind(abc.ABC):
     """Attention of one rank, for any layer."""
 
     def __init__(
-        self, shape: ModelShape, layout: Layout, dcp_rank: int, wide: GroupWide, dtype: torch.dtype, table: torch.Tensor
+        self,
+        shape: ModelShape,
+        layout: Layout,
+        dcp_rank: int,
+        replicated: QueryReplication,
+        dtype: torch.dtype,
+        table: torch.Tensor,
     ) -> None:
         """Create the attention; `table` is make_rope_table's."""
-        self.shape, self.layout, self.dcp_rank, self.wide, self.dtype = shape, layout, dcp_rank, wide, dtype
+        self.shape, self.layout, self.dcp_rank, self.replicated, self.dtype = shape, layout, dcp_rank, replicated, dtype
         self.rope_table = table
         self.scale = compute_softmax_scale(shape)
         self.heads = shape.heads // layout.attn_tp  # query heads of this rank
-        self.head_width = shape.head_width  # columns of a head's query as it is projected
+        self.head_width = shape.qk_head_dim  # columns of a head's query as it is projected
         self.query_width = shape.query_width  # columns of a head's query against KV rows
 
     @property
@@ -48,16 +54,16 @@ class AttentionKind(abc.ABC):
     @property
     def exchanged_width(self) -> int:
         """Return the columns of a head's partial output when it is exchanged: V if it is projected before."""
-        return self.shape.value if self.wide.value else self.shape.output_width
+        return self.shape.v_head_dim if self.replicated.value else self.shape.output_width
 
     def reshape_heads(self, q_BN: torch.Tensor) -> torch.Tensor:
         """Return the queries [B, N] of the heads projected on this rank as [B, h, X]; further columns are left out."""
-        heads = self.heads * (self.layout.dcp if self.wide.query else 1)
+        heads = self.heads * (self.layout.dcp if self.replicated.query else 1)
         return q_BN[:, : heads * self.head_width].unflatten(-1, (heads, self.head_width))
 
     def select_own_heads(self, q_BHX: torch.Tensor) -> torch.Tensor:
         """Return the queries of this rank's heads, among those projected here."""
-        return q_BHX[:, self.own_heads] if self.wide.query else q_BHX[:, : self.heads]
+        return q_BHX[:, self.own_heads] if self.replicated.query else q_BHX[:, : self.heads]
 
     @abc.abstractmethod
     def count_query_columns(self, w: LayerWeights) -> int:
@@ -135,10 +141,15 @@ class AttentionKind(abc.ABC):
 
 
 def make_attention(
-    shape: ModelShape, layout: Layout, dcp_rank: int, wide: GroupWide, dtype: torch.dtype, table: torch.Tensor
+    shape: ModelShape,
+    layout: Layout,
+    dcp_rank: int,
+    replicated: QueryReplication,
+    dtype: torch.dtype,
+    table: torch.Tensor,
 ) -> AttentionKind:
     """Return the attention of a model."""
     from dcpbench.engine.attention.gqa import GroupedQueryAttention
     from dcpbench.engine.attention.mla import MlaAttention
 
-    return (GroupedQueryAttention if shape.gqa else MlaAttention)(shape, layout, dcp_rank, wide, dtype, table)
+    return (GroupedQueryAttention if shape.gqa else MlaAttention)(shape, layout, dcp_rank, replicated, dtype, table)

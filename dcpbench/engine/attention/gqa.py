@@ -49,10 +49,10 @@ def load_gqa(loader: Loader, prefix: str) -> GqaWeights:
     """Return the attention weights of a rank's query heads and of their KV heads."""
     s, names, get = loader.shape, loader.names, loader.source.get_tensor
     assert s.gqa is not None
-    ranks, kv_heads, width = loader.layout.attn_tp, s.gqa.kv_heads, s.head_width
+    ranks, kv_heads, width = loader.layout.attn_tp, s.gqa.kv_heads, s.qk_head_dim
     first = loader.layout.get_attn_rank(loader.rank) * kv_heads // ranks
     kv_rows = slice(first * width, (first + s.count_kv_heads(ranks)) * width)
-    q_heads = loader.group if loader.wide.query else loader.own
+    q_heads = loader.group if loader.replicated.query else loader.own
     q = loader.linear(prefix + names.q, **loader.select_heads(q_heads, width, s.hidden))
     k, v = (loader.linear(prefix + name, (kv_heads * width, s.hidden), rows=kv_rows) for name in (names.k, names.v))
     norms = [get(prefix + name, (width,)) if s.gqa.qk_norm else None for name in (names.q_head_norm, names.k_head_norm)]
@@ -76,7 +76,7 @@ class GroupedQueryAttention(AttentionKind):
     @property
     def query_columns(self) -> int:
         """Return the columns of q of the heads projected on this rank."""
-        return self.heads * (self.layout.dcp if self.wide.query else 1) * self.head_width
+        return self.heads * (self.layout.dcp if self.replicated.query else 1) * self.head_width
 
     def count_query_columns(self, w: GqaWeights) -> int:  # noqa: ARG002 - of AttentionKind
         """Implement AttentionKind.count_query_columns."""
@@ -84,7 +84,7 @@ class GroupedQueryAttention(AttentionKind):
 
     def are_queries_contiguous(self, w: GqaWeights) -> bool:  # noqa: ARG002 - of AttentionKind
         """Implement AttentionKind.are_queries_contiguous."""
-        return not self.wide.query
+        return not self.replicated.query
 
     def compute_qkv(
         self, x_BD: torch.Tensor | Rows, w: GqaWeights, positions_B: torch.Tensor, out: StepBuffers | None = None
@@ -151,7 +151,7 @@ class GroupedQueryAttention(AttentionKind):
             heads=self.heads,
             kv_heads=self.kv_heads,
             width=self.head_width,
-            value=self.shape.value,
+            value=self.shape.v_head_dim,
             scale=self.scale,
             dtype=self.dtype,
             device=device,
@@ -159,7 +159,7 @@ class GroupedQueryAttention(AttentionKind):
 
     def allocate_keys(self, laid_SQ: torch.Tensor, value_width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Implement AttentionKind.allocate_keys: the rows are keys and values themselves."""
-        assert value_width == self.shape.value
+        assert value_width == self.shape.v_head_dim
         return split_rows(laid_SQ, self.kv_heads)
 
     def unpack_rows(

@@ -55,22 +55,26 @@ class MlaWeights:
 def load_mla(loader: Loader, prefix: str) -> MlaWeights:
     """Return the attention weights of a rank's heads; tensors shared by all heads are held whole."""
     s, names, get, linear = loader.shape, loader.names, loader.source.get_tensor, loader.linear
-    q_heads = loader.group if loader.wide.query else loader.own
-    v_heads = loader.group if loader.wide.value else loader.own
+    q_heads = loader.group if loader.replicated.query else loader.own
+    v_heads = loader.group if loader.replicated.value else loader.own
     kv_a = linear(prefix + names.kv_a, (s.kv_width, s.hidden))
     if s.q_lora is None:
         q, q_norm, q_b = (
-            linear(prefix + names.q, **loader.select_heads(q_heads, s.nope + s.rope, s.hidden)),
+            linear(prefix + names.q, **loader.select_heads(q_heads, s.qk_nope_head_dim + s.qk_rope_head_dim, s.hidden)),
             None,
             None,
         )
     else:
         q = linear(prefix + names.q_a, (s.q_lora, s.hidden))
         q_norm = get(prefix + names.q_norm, (s.q_lora,))
-        q_b = linear(prefix + names.q_b, **loader.select_heads(q_heads, s.nope + s.rope, s.q_lora))
-    loaded = loader.group if loader.wide.query or loader.wide.value else loader.own
+        q_b = linear(
+            prefix + names.q_b, **loader.select_heads(q_heads, s.qk_nope_head_dim + s.qk_rope_head_dim, s.q_lora)
+        )
+    loaded = loader.group if loader.replicated.query or loader.replicated.value else loader.own
     kv_b = _load_kv_up_projection(loader, prefix + names.kv_b, loaded)
-    uk, uv = kv_b.unflatten(0, (len(loaded), s.nope + s.value)).split((s.nope, s.value), dim=1)
+    uk, uv = kv_b.unflatten(0, (len(loaded), s.qk_nope_head_dim + s.v_head_dim)).split(
+        (s.qk_nope_head_dim, s.v_head_dim), dim=1
+    )
     return MlaWeights(
         input_norm=get(prefix + names.input_norm, (s.hidden,)),
         qkv_a=join_linears((q, kv_a)),
@@ -87,7 +91,7 @@ def load_mla(loader: Loader, prefix: str) -> MlaWeights:
 def _load_kv_up_projection(loader: Loader, name: str, heads: range) -> torch.Tensor:
     """Return the rows of some heads in the model's dtype; of fp8 weights as their e4m3 numbers and scales give them."""
     shape = loader.shape
-    rows = loader.select_heads(heads, shape.nope + shape.value, shape.latent)
+    rows = loader.select_heads(heads, shape.qk_nope_head_dim + shape.v_head_dim, shape.latent)
     if not loader.fp8:
         return loader.source.get_tensor(name, **rows)
     return dequantize_weight(loader.source.get_scaled(name, **rows)).to(loader.source.dtype)
@@ -107,7 +111,7 @@ class MlaAttention(AttentionKind):
 
     def are_queries_contiguous(self, w: MlaWeights) -> bool:
         """Implement AttentionKind.are_queries_contiguous. Without q-LoRA columns of KV follow q."""
-        return w.q_b is not None and not self.wide.query
+        return w.q_b is not None and not self.replicated.query
 
     def compute_qkv(
         self, x_BD: torch.Tensor | Rows, w: MlaWeights, positions_B: torch.Tensor, out: StepBuffers | None = None
@@ -133,7 +137,7 @@ class MlaAttention(AttentionKind):
 
     def rotate_queries(self, q_BhX: torch.Tensor, positions_B: torch.Tensor) -> None:
         """Implement AttentionKind.rotate_queries; X = nope + P."""
-        q_BhP = q_BhX[..., self.shape.nope :]
+        q_BhP = q_BhX[..., self.shape.qk_nope_head_dim :]
         apply_rope(q_BhP, positions_B, self.rope_table, q_BhP, interleaved=self.shape.rope_interleaved)
 
     def compute_exchanged_queries(
@@ -141,7 +145,7 @@ class MlaAttention(AttentionKind):
     ) -> torch.Tensor:
         """Implement AttentionKind.compute_exchanged_queries: absorbed queries, [B, h, R + P]."""
         s = self.shape
-        q_nope, q_rope = q_BhX.split((s.nope, s.rope), dim=-1)
+        q_nope, q_rope = q_BhX.split((s.qk_nope_head_dim, s.qk_rope_head_dim), dim=-1)
         q_BhQ = decodes.exchange.get_query_buffer(decodes.size)
         torch.bmm(q_nope.transpose(0, 1), w.w_uk, out=q_BhQ[..., : s.latent].transpose(0, 1))
         if positions_B is None:
@@ -155,9 +159,9 @@ class MlaAttention(AttentionKind):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Implement AttentionKind.compute_partial."""
         out, lse_BH = decodes.exchange.get_partial_buffers(decodes.size)
-        o_BHR = q_BHQ.new_empty(*q_BHQ.shape[:2], self.shape.latent) if self.wide.value else out
+        o_BHR = q_BHQ.new_empty(*q_BHQ.shape[:2], self.shape.latent) if self.replicated.value else out
         self.attend(q_BHQ, kv, o_BHR, lse_BH, decodes)
-        if self.wide.value:
+        if self.replicated.value:
             with record_range("o_proj"):
                 torch.bmm(o_BHR.transpose(0, 1), w.w_uv, out=out.transpose(0, 1))
         return out, lse_BH
@@ -165,7 +169,7 @@ class MlaAttention(AttentionKind):
     def compute_values(self, o_hBR: torch.Tensor, w: MlaWeights) -> torch.Tensor:
         """Implement AttentionKind.compute_values."""
         with record_range("o_proj"):
-            if self.wide.value:
+            if self.replicated.value:
                 return o_hBR.transpose(0, 1).to(self.dtype, memory_format=torch.contiguous_format)
             return project_values(o_hBR, w.w_uv, self.dtype)
 
@@ -173,7 +177,12 @@ class MlaAttention(AttentionKind):
         """Implement AttentionKind.make_backend."""
         heads = self.heads * self.layout.dcp
         spec = AttentionSpec(
-            heads=heads, latent=self.shape.latent, rope=self.shape.rope, scale=self.scale, dtype=self.dtype, **sizes
+            heads=heads,
+            latent=self.shape.latent,
+            rope=self.shape.qk_rope_head_dim,
+            scale=self.scale,
+            dtype=self.dtype,
+            **sizes,
         )
         return make_backend(name, spec)
 
@@ -182,13 +191,13 @@ class MlaAttention(AttentionKind):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Implement AttentionKind.compute_truth."""
         truth_hR, lse_h = compute_mla_decode(q_hQ, rows_KQ, self.shape.latent, scale)
-        if self.wide.value:
+        if self.replicated.value:
             truth_hR = torch.bmm(truth_hR.unsqueeze(1), w.w_uv[self.own_heads].to(q_hQ.dtype)).squeeze(1)
         return truth_hR, lse_h
 
     def make_prefill_spec(self, device: torch.device) -> PrefillSpec:
         """Implement AttentionKind.make_prefill_spec."""
-        width, value = self.head_width, self.shape.value
+        width, value = self.head_width, self.shape.v_head_dim
         return PrefillSpec(
             heads=self.heads, width=width, value=value, scale=self.scale, dtype=self.dtype, device=device
         )
@@ -197,7 +206,7 @@ class MlaAttention(AttentionKind):
         """Implement AttentionKind.allocate_keys: buffers, in which columns behind V are 0."""
         keys = laid_SQ.new_empty(len(laid_SQ), self.heads, self.head_width)
         values = laid_SQ.new_empty(len(laid_SQ), self.heads, value_width)
-        values[..., self.shape.value :] = 0
+        values[..., self.shape.v_head_dim :] = 0
         return keys, values
 
     def unpack_rows(
@@ -209,6 +218,6 @@ class MlaAttention(AttentionKind):
         values: torch.Tensor,
     ) -> None:
         """Implement AttentionKind.unpack_rows: decompress rows for this rank's heads."""
-        w_uk = w.w_uk[self.own_heads] if self.wide.query else w.w_uk
-        w_uv = w.w_uv[self.own_heads] if self.wide.value else w.w_uv
+        w_uk = w.w_uk[self.own_heads] if self.replicated.query else w.w_uk
+        w_uv = w.w_uv[self.own_heads] if self.replicated.value else w.w_uv
         decompress_latents(laid_SQ, count, w_uk, w_uv, keys, values)

@@ -48,7 +48,7 @@ def apply_experts(
     down: torch.Tensor | Scaled | Int4,
     weights_Tk: torch.Tensor,
     ids_Tk: torch.Tensor,
-    first: int,
+    first_expert: int,
     shared_TD: torch.Tensor,
 ) -> torch.Tensor:
     """Return shared + Σ_k weight · down_e(silu(gate_e x) · up_e x) over local experts [first, first + E_local).
@@ -61,19 +61,19 @@ def apply_experts(
     if isinstance(gate_up, Scaled):
         assert isinstance(down, Scaled)
         if isinstance(x_TD, Rows) or x_TD.is_cuda:
-            return scaled.apply_experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
-        return apply_scaled_experts_reference(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
+            return scaled.apply_experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first_expert, shared_TD)
+        return apply_scaled_experts_reference(x_TD, gate_up, down, weights_Tk, ids_Tk, first_expert, shared_TD)
     assert not isinstance(down, Scaled)
     assert not isinstance(x_TD, Rows)
     if isinstance(gate_up, Int4):
         assert isinstance(down, Int4)
         by = int4_experts.apply_experts if x_TD.is_cuda else int4_experts.apply_experts_reference
-        return by(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
+        return by(x_TD, gate_up, down, weights_Tk, ids_Tk, first_expert, shared_TD)
     assert not isinstance(down, Int4)
     if x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
         fast = decode_experts if ids_Tk.numel() <= decode_experts.MAX_ASSIGNMENTS else prefill_experts
-        return fast.apply_experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
-    return apply_experts_reference(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
+        return fast.apply_experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first_expert, shared_TD)
+    return apply_experts_reference(x_TD, gate_up, down, weights_Tk, ids_Tk, first_expert, shared_TD)
 
 
 def apply_experts_reference(

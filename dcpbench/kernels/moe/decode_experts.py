@@ -31,8 +31,8 @@ BLOCK = 16  # assignments, or tiles, that a program of the plan places
 @triton.jit(do_not_specialize=["count", "first"])
 def _plan_kernel(
     ids,
-    source,
-    place,
+    sorted_token_ids,
+    inverse_permutation,
     tiles,
     count,
     first,
@@ -55,8 +55,8 @@ def _plan_kernel(
         mine = tl.where((mine >= 0) & (mine < LOCAL), mine, LOCAL)
         before = (key[None, :] < mine[:, None]) | ((key[None, :] == mine[:, None]) & (j[None, :] < i[:, None]))
         row = tl.sum(before.to(tl.int32), 1)
-        tl.store(place + i, row, mask=i < count)
-        tl.store(source + row, i, mask=i < count)
+        tl.store(inverse_permutation + i, row, mask=i < count)
+        tl.store(sorted_token_ids + row, i, mask=i < count)
     else:
         e = tl.arange(0, BINS)
         rows = tl.where(e < LOCAL, tl.histogram(key, BINS), 0)
@@ -98,7 +98,7 @@ def _product_kernel(
     scale_group,
     weight,
     weight_scale,
-    source,
+    sorted_token_ids,
     tiles,
     out,
     out_scale,
@@ -131,7 +131,7 @@ def _product_kernel(
     begin, end = tl.load(tiles + TILES + tile), tl.load(tiles + 2 * TILES + tile)
     row = begin + tl.arange(0, ROWS)
     live = row < end
-    read = tl.load(source + row, mask=live, other=0) // TOP_K if GATED else tl.where(live, row, begin)
+    read = tl.load(sorted_token_ids + row, mask=live, other=0) // TOP_K if GATED else tl.where(live, row, begin)
     k = tl.arange(0, BLOCK_K)
     x_at = x + read.to(tl.int64)[:, None] * depth + k[None, :]
 
@@ -177,40 +177,44 @@ def _product_kernel(
 class Plan:
     """Sorted position of each assignment (token · top_k + k) by local expert, and the tiles of the experts' rows."""
 
-    source: torch.Tensor  # int32 [assignments]: assignment of each sorted row; other ranks' come last
-    place: torch.Tensor  # int32 [assignments]: sorted row of each assignment, the inverse
+    sorted_token_ids: torch.Tensor  # int32 [assignments]: assignment of each sorted row; other ranks' come last
+    inverse_permutation: torch.Tensor  # int32 [assignments]: sorted row of each assignment, the inverse
     tiles: torch.Tensor  # int32 [3, most tiles]: expert, first row, row behind its last; no local expert if unused
     rows: int  # maximum number of rows of a tile
     total: torch.Tensor | None = None  # int32 [1]: number of tiles, for programs that loop over tiles; None otherwise
 
 
-def plan_product(ids_Tk: torch.Tensor, first: int, local: int, rows: int | None = None) -> Plan:
+def align_tokens_to_experts(
+    ids_Tk: torch.Tensor, first_expert: int, num_local_experts: int, rows: int | None = None
+) -> Plan:
     """Return the plan of `compute_product` for the experts [first, first + local). One kernel, no host sync, deterministic."""
     count = ids_Tk.numel()
     if rows is None:
         rows = 16 if len(ids_Tk) <= WIDE_TILES else 32
-    most = min(local, count) + count // rows
-    source, place = (torch.empty(count, dtype=torch.int32, device=ids_Tk.device) for _ in range(2))
+    most = min(num_local_experts, count) + count // rows
+    sorted_token_ids, inverse_permutation = (
+        torch.empty(count, dtype=torch.int32, device=ids_Tk.device) for _ in range(2)
+    )
     tiles = allocate_tiles(most, ids_Tk.device)
     _plan_kernel[(triton.cdiv(count, BLOCK) + triton.cdiv(most, BLOCK),)](
         ids_Tk,
-        source,
-        place,
+        sorted_token_ids,
+        inverse_permutation,
         tiles,
         count,
-        first,
-        LOCAL=local,
-        BINS=triton.next_power_of_2(local + 2),
+        first_expert,
+        LOCAL=num_local_experts,
+        BINS=triton.next_power_of_2(num_local_experts + 2),
         ALL=triton.next_power_of_2(count),
         ROWS=rows,
         TILES=tiles.stride(0),
         BLOCK=BLOCK,
         num_warps=4,
     )
-    return Plan(source=source, place=place, tiles=tiles, rows=rows)
+    return Plan(sorted_token_ids=sorted_token_ids, inverse_permutation=inverse_permutation, tiles=tiles, rows=rows)
 
 
-def compute_product(x: torch.Tensor, weight: torch.Tensor, plan: Plan, top_k: int, *, gated: bool) -> torch.Tensor:
+def compute_grouped_gemm(x: torch.Tensor, weight: torch.Tensor, plan: Plan, top_k: int, *, gated: bool) -> torch.Tensor:
     """Return sorted rows of the products with each row's expert, [assignments, columns]; other ranks' rows are
     undefined.
 
@@ -221,8 +225,8 @@ def compute_product(x: torch.Tensor, weight: torch.Tensor, plan: Plan, top_k: in
         top_k: experts per token.
         gated: True for the first product, False for the second.
     """
-    out = torch.empty(len(plan.source), _count_columns(weight, gated), dtype=x.dtype, device=x.device)
-    launch_product(
+    out = torch.empty(len(plan.sorted_token_ids), _count_columns(weight, gated), dtype=x.dtype, device=x.device)
+    launch_grouped_gemm(
         (x, None), (weight, None), (out, None), plan, top_k, gated, choose_shape(plan.rows, weight.shape[-1], gated)
     )
     return out
@@ -236,7 +240,7 @@ def _count_columns(weight: torch.Tensor, gated: bool) -> int:
     return weight.shape[1] // 2 if gated else weight.shape[1]
 
 
-def launch_product(
+def launch_grouped_gemm(
     x: Operand, weight: Operand, out: Operand, plan: Plan, top_k: int, gated: bool, shape: Shape
 ) -> None:
     """Run one product of the planned rows into `out`; see `compute_product`."""
@@ -246,7 +250,7 @@ def launch_product(
         *x,
         *(x[1].stride() if x[1] is not None else (0, 0)),
         *weight,
-        plan.source,
+        plan.sorted_token_ids,
         plan.tiles,
         *out,
         weight[0].shape[0],
@@ -288,12 +292,14 @@ def apply_experts(
     down: torch.Tensor,
     weights_Tk: torch.Tensor,
     ids_Tk: torch.Tensor,
-    first: int,
+    first_expert: int,
     shared_TD: torch.Tensor,
 ) -> torch.Tensor:
     """Implement kernels.moe.apply_experts. At most MAX_ASSIGNMENTS assignments."""
-    local, top_k = len(gate_up), ids_Tk.shape[1]
-    found = plan_product(ids_Tk, first, local)
-    hidden_II = compute_product(x_TD, gate_up, found, top_k, gated=True)
-    y_ID = compute_product(hidden_II, down, found, top_k, gated=False)
-    return merge_expert_outputs(y_ID, weights_Tk, ids_Tk, found.place, shared_TD, first, local)
+    num_local_experts, top_k = len(gate_up), ids_Tk.shape[1]
+    found = align_tokens_to_experts(ids_Tk, first_expert, num_local_experts)
+    hidden_II = compute_grouped_gemm(x_TD, gate_up, found, top_k, gated=True)
+    y_ID = compute_grouped_gemm(hidden_II, down, found, top_k, gated=False)
+    return merge_expert_outputs(
+        y_ID, weights_Tk, ids_Tk, found.inverse_permutation, shared_TD, first_expert, num_local_experts
+    )

@@ -137,7 +137,7 @@ def _product_kernel(
     )
 
 
-def compute_product(
+def compute_grouped_gemm(
     x: Scaled, weight: Scaled, tiles: torch.Tensor, total: torch.Tensor, *, stages: int = 6, together: int = 2
 ) -> torch.Tensor:
     """Multiply sorted rows [rows, in] by their expert's weights, in bf16 [rows, out].

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, silu
 
 from dcpbench.kernels.e4m3 import get_capability
 from dcpbench.kernels.int4 import BLOCK, SHRINK, SPANS, Int4, dequantize, unpack_block
-from dcpbench.kernels.moe.decode_experts import MAX_ASSIGNMENTS, Plan, plan_product
+from dcpbench.kernels.moe.decode_experts import MAX_ASSIGNMENTS, Plan, align_tokens_to_experts
 from dcpbench.kernels.moe.prefill_experts import merge_expert_outputs, sort_by_expert, split_tiles
 
 FEW_ROWS = 8  # rows of a tile for up to FEW_TOKENS tokens, the fewest that a matrix instruction has
@@ -217,10 +217,10 @@ def plan_products(ids_Tk: torch.Tensor, first: int, local: int) -> Plan:
     """Return the plan of both products for the experts [first, first + local). No host sync, deterministic."""
     count = ids_Tk.numel()
     if count <= MAX_ASSIGNMENTS:
-        return plan_product(ids_Tk, first, local, choose_rows(len(ids_Tk)))
+        return align_tokens_to_experts(ids_Tk, first, local, choose_rows(len(ids_Tk)))
     source, place, ends = sort_by_expert(ids_Tk, first, local)
     tiles, _ = split_tiles(ends, count, PROMPT_ROWS)
-    return Plan(source=source, place=place, tiles=tiles, rows=PROMPT_ROWS)
+    return Plan(sorted_token_ids=source, inverse_permutation=place, tiles=tiles, rows=PROMPT_ROWS)
 
 
 def choose_rows(tokens: int) -> int | None:
@@ -252,14 +252,14 @@ def choose_tiling(rows: int, depth: int, columns: int, assignments: int, *, gate
     return Tiling(columns=64, stages=3, warps=2, programs=6144)
 
 
-def compute_product(
+def compute_grouped_gemm(
     x: torch.Tensor, weight: Int4, plan: Plan, top_k: int, *, gated: bool, tiling: Tiling | None = None
 ) -> torch.Tensor:
-    """Return sorted rows of the products with each row's expert; see decode_experts.compute_product."""
+    """Return sorted rows of the products with each row's expert; see decode_experts.compute_grouped_gemm."""
     experts, height, depth = weight.shape
     columns = height // 2 if gated else height
-    chosen = tiling or choose_tiling(plan.rows, depth, columns, len(plan.source), gated=gated)
-    out = torch.empty(len(plan.source), columns, dtype=x.dtype, device=x.device)
+    chosen = tiling or choose_tiling(plan.rows, depth, columns, len(plan.sorted_token_ids), gated=gated)
+    out = torch.empty(len(plan.sorted_token_ids), columns, dtype=x.dtype, device=x.device)
     blocks, most_tiles, spans = triton.cdiv(columns, chosen.columns), plan.tiles.shape[1], weight.scale.shape[1]
     options = {
         "ROWS": plan.rows,
@@ -283,7 +283,17 @@ def compute_product(
         )
     else:
         _product_kernel[(most_tiles * blocks,)](
-            *(x, weight.data, weight.scale, plan.source, plan.tiles, out, *sizes, spans, plan.tiles.stride(0)),
+            *(
+                x,
+                weight.data,
+                weight.scale,
+                plan.sorted_token_ids,
+                plan.tiles,
+                out,
+                *sizes,
+                spans,
+                plan.tiles.stride(0),
+            ),
             GATED=gated,
             TOP_K=top_k,
             **options,
@@ -297,15 +307,15 @@ def apply_experts(
     down: Int4,
     weights_Tk: torch.Tensor,
     ids_Tk: torch.Tensor,
-    first: int,
+    first_expert: int,
     shared_TD: torch.Tensor,
 ) -> torch.Tensor:
     """Implement kernels.moe.apply_experts."""
     local, top_k = gate_up.shape[0], ids_Tk.shape[1]
-    plan = plan_products(ids_Tk, first, local)
-    hidden_II = compute_product(x_TD, gate_up, plan, top_k, gated=True)
-    y_ID = compute_product(hidden_II, down, plan, top_k, gated=False)
-    return merge_expert_outputs(y_ID, weights_Tk, ids_Tk, plan.place, shared_TD, first, local)
+    plan = plan_products(ids_Tk, first_expert, local)
+    hidden_II = compute_grouped_gemm(x_TD, gate_up, plan, top_k, gated=True)
+    y_ID = compute_grouped_gemm(hidden_II, down, plan, top_k, gated=False)
+    return merge_expert_outputs(y_ID, weights_Tk, ids_Tk, plan.inverse_permutation, shared_TD, first_expert, local)
 
 
 def apply_experts_reference(

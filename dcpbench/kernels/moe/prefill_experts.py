@@ -446,7 +446,7 @@ def split_tiles(ends: torch.Tensor, assignments: int, rows: int, more: int = 0) 
     return tiles, total
 
 
-def compute_product(x_ID: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, gated: bool) -> torch.Tensor:
+def compute_grouped_gemm(x_ID: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, gated: bool) -> torch.Tensor:
     """Return sorted rows [rows, in] times their expert's weights: [rows, columns]; rows past the last end are
     undefined.
 
@@ -515,20 +515,20 @@ def apply_experts(
     down: torch.Tensor,
     weights_Tk: torch.Tensor,
     ids_Tk: torch.Tensor,
-    first: int,
+    first_expert: int,
     shared_TD: torch.Tensor,
 ) -> torch.Tensor:
     """Implement kernels.moe.apply_experts. Rows of x, gate_up and down are multiples of 16 bytes."""
     tokens, width = x_TD.shape
     local, top_k = gate_up.shape[0], ids_Tk.shape[1]
-    _, place, ends = sort_by_expert(ids_Tk, first, local)
+    _, place, ends = sort_by_expert(ids_Tk, first_expert, local)
     sorted_ID = torch.empty(tokens * top_k, width, dtype=x_TD.dtype, device=x_TD.device)
     block = min(2048, triton.next_power_of_2(width))
     columns = triton.cdiv(width, block)
     _scatter_kernel[(tokens * top_k, columns)](
-        x_TD, ids_Tk, place, sorted_ID, first, width, TOP_K=top_k, LOCAL=local, BLOCK=block, num_warps=4
+        x_TD, ids_Tk, place, sorted_ID, first_expert, width, TOP_K=top_k, LOCAL=local, BLOCK=block, num_warps=4
     )
-    hidden_II = compute_product(sorted_ID, gate_up, ends, gated=True)
+    hidden_II = compute_grouped_gemm(sorted_ID, gate_up, ends, gated=True)
     del sorted_ID  # its memory is y's: with the tokens of a prompt they are the largest tensors of a step
-    y_ID = compute_product(hidden_II, down, ends, gated=False)
-    return merge_expert_outputs(y_ID, weights_Tk, ids_Tk, place, shared_TD, first, local)
+    y_ID = compute_grouped_gemm(hidden_II, down, ends, gated=False)
+    return merge_expert_outputs(y_ID, weights_Tk, ids_Tk, place, shared_TD, first_expert, local)

@@ -36,17 +36,17 @@ def select_experts_reference(
     sigmoid = rule.routing == SIGMOID
     scores_TE = logits_TE.float().sigmoid() if sigmoid else logits_TE.float().softmax(-1)
     choice_TE = scores_TE + bias_E if sigmoid else scores_TE
-    if rule.groups > 1:
-        choice_TGe = choice_TE.unflatten(-1, (rule.groups, -1))
+    if rule.n_group > 1:
+        choice_TGe = choice_TE.unflatten(-1, (rule.n_group, -1))
         group_TG = choice_TGe.topk(2, -1).values.sum(-1) if sigmoid else choice_TGe.amax(-1)
         kept_TG = torch.zeros_like(group_TG, dtype=torch.bool)
-        kept_TG.scatter_(1, group_TG.topk(rule.top_groups, -1).indices, True)
+        kept_TG.scatter_(1, group_TG.topk(rule.topk_group, -1).indices, True)
         choice_TE = choice_TGe.masked_fill(~kept_TG.unsqueeze(-1), float("-inf")).flatten(1)
     ids_Tk = choice_TE.topk(rule.top_k, -1).indices
     weights_Tk = scores_TE.gather(1, ids_Tk)
     if rule.normalise:
         weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + 1e-20)
-    weights_Tk, ids_Tk = weights_Tk * rule.routed_scale, ids_Tk.to(torch.int32)
+    weights_Tk, ids_Tk = weights_Tk * rule.routed_scaling_factor, ids_Tk.to(torch.int32)
     if live is not None:
         part = torch.arange(len(ids_Tk) // len(live), device=live.device)
         idle_T1 = (part >= live[:, None]).view(-1, 1)
@@ -136,11 +136,11 @@ def select_experts_fused(
         live,
         tokens if live is None else tokens // len(live),
         experts,
-        rule.routed_scale,
+        rule.routed_scaling_factor,
         SIGMOID=rule.routing == SIGMOID,
-        GROUPS=rule.groups,
-        GROUP_BLOCK=triton.next_power_of_2(rule.groups),
-        TOP_GROUPS=rule.top_groups,
+        GROUPS=rule.n_group,
+        GROUP_BLOCK=triton.next_power_of_2(rule.n_group),
+        TOP_GROUPS=rule.topk_group,
         TOP_K=rule.top_k,
         NORMALISE=rule.normalise,
         SLOTS=triton.next_power_of_2(rule.top_k),

@@ -29,23 +29,27 @@ def plan_products(ids_Tk: torch.Tensor, first: int, local: int) -> Plan:
     """Return the plan of both products for the experts [first, first + local). No host sync, deterministic."""
     count = ids_Tk.numel()
     if count <= MAX_ASSIGNMENTS:
-        return decode_experts.plan_product(ids_Tk, first, local)
+        return decode_experts.align_tokens_to_experts(ids_Tk, first, local)
     rows = 64 if count // local <= FEW_ROWS else 128
     source, place, ends = sort_by_expert(ids_Tk, first, local)
     tiles, total = split_tiles(ends, count, rows)
     from_tile_to_tile = rows == 128 and get_capability(ids_Tk.device)[0] == HOPPER
     return decode_experts.Plan(
-        source=source, place=place, tiles=tiles, rows=rows, total=total if from_tile_to_tile else None
+        sorted_token_ids=source,
+        inverse_permutation=place,
+        tiles=tiles,
+        rows=rows,
+        total=total if from_tile_to_tile else None,
     )
 
 
 def compute_gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled:
     """Return silu(x · gateᵀ) · (x · upᵀ) of the planned rows of tokens [T, D], quantised. 128 divides D and I."""
     columns = weight.data.shape[1] // 2
-    data = torch.empty(len(plan.source), columns, dtype=x.data.dtype, device=x.data.device)
-    scale = torch.empty(len(plan.source), columns // SCALE_BLOCK, device=x.data.device)
+    data = torch.empty(len(plan.sorted_token_ids), columns, dtype=x.data.dtype, device=x.data.device)
+    scale = torch.empty(len(plan.sorted_token_ids), columns // SCALE_BLOCK, device=x.data.device)
     operands = (x.data, x.scale), (weight.data, weight.scale), (data.view(torch.uint8), scale)
-    decode_experts.launch_product(
+    decode_experts.launch_grouped_gemm(
         *operands, plan, top_k, gated=True, shape=choose_shape(plan.rows, weight.data.shape[-1], gated=True)
     )
     return Scaled(data, scale, (1, SCALE_BLOCK))
@@ -57,10 +61,10 @@ def compute_down(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> torch.Ten
         # Imported only where it runs: Triton before 3.6 and its interpreter cannot import it.
         from dcpbench.kernels.moe import hopper_scaled
 
-        return hopper_scaled.compute_product(x, weight, plan.tiles, plan.total)
-    out = torch.empty(len(plan.source), weight.data.shape[1], dtype=torch.bfloat16, device=x.data.device)
+        return hopper_scaled.compute_grouped_gemm(x, weight, plan.tiles, plan.total)
+    out = torch.empty(len(plan.sorted_token_ids), weight.data.shape[1], dtype=torch.bfloat16, device=x.data.device)
     shape = choose_shape(plan.rows, weight.data.shape[-1], gated=False)
-    decode_experts.launch_product(
+    decode_experts.launch_grouped_gemm(
         (x.data, x.scale), (weight.data, weight.scale), (out, None), plan, top_k, gated=False, shape=shape
     )
     return out
@@ -81,13 +85,13 @@ def apply_experts(
     down_weight: Scaled,
     weights_Tk: torch.Tensor,
     ids_Tk: torch.Tensor,
-    first: int,
+    first_expert: int,
     shared_TD: torch.Tensor,
 ) -> torch.Tensor:
     """Implement kernels.moe.apply_experts."""
     local, top_k = len(gate_up_weight.data), ids_Tk.shape[1]
-    found = plan_products(ids_Tk, first, local)
+    found = plan_products(ids_Tk, first_expert, local)
     rows = x_TD.scaled if isinstance(x_TD, Rows) else quantize_rows(x_TD)
     hidden = compute_gate_up(rows, gate_up_weight, found, top_k)
     y_ID = compute_down(hidden, down_weight, found, top_k)
-    return merge_expert_outputs(y_ID, weights_Tk, ids_Tk, found.place, shared_TD, first, local)
+    return merge_expert_outputs(y_ID, weights_Tk, ids_Tk, found.inverse_permutation, shared_TD, first_expert, local)

@@ -48,7 +48,7 @@ from dcpbench.syncs.dry_run.waits import make_wait
 from dcpbench.syncs.owner import name_current_work
 from dcpbench.syncs.python_frames import walk_stack
 from dcpbench.syncs.sites import Sync, group_into_sites
-from dcpbench.syncs.steps import Work, find_steps, format_ranges
+from dcpbench.syncs.steps import LaunchedWork, find_steps, format_ranges
 from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary, build_report
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class DryRun:
         `step_range` is a regular expression of the ranges that mark steps, by default as for a trace; files are made
         relative to `root`, or the working directory.
         """
-        steps = find_steps(self.ranges, Work(self.ops), step_range)
+        steps = find_steps(self.ranges, LaunchedWork(self.ops), step_range)
         placed = [_add_step(sync, steps) for sync in self.syncs]
         unmatched = []
         if step_range is not None and not len(steps):

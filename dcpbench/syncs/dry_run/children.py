@@ -91,10 +91,10 @@ def _apply_program_patches(patches: Patches, run: DryRun) -> None:
     @functools.wraps(begin)
     def init_and_add(self: Any, args: Any, *others: Any, **options: Any) -> None:
         begin(self, args, *others, **options)
-        words = _list_arguments(None if options.get("shell") else options.get("executable"), args)
+        argv = _list_arguments(None if options.get("shell") else options.get("executable"), args)
         if options.get("shell"):
-            words = [os.fsdecode(options.get("executable") or "sh"), "-c", *words]
-        _add_program(run, self.pid, words, _format_command(args), "subprocess", options.get("env"))
+            argv = [os.fsdecode(options.get("executable") or "sh"), "-c", *argv]
+        _add_program(run, self.pid, argv, _format_command(args), "subprocess", options.get("env"))
 
     @functools.wraps(system)
     def run_and_add(command: Any) -> int:
@@ -122,14 +122,14 @@ def _make_spawn(name: str, run: DryRun) -> Any:
     return spawn_and_add
 
 
-def _add_program(run: DryRun, pid: int, words: Sequence[str], command: str, method: str, env: Any) -> None:
-    expected = BEGAN if is_python(words[0], env) else ""
-    run.children.add(pid, command, method, may_use_gpu=may_use_gpu(words), expected=expected)
+def _add_program(run: DryRun, pid: int, argv: Sequence[str], command: str, method: str, env: Any) -> None:
+    expected = BEGAN if is_python(argv[0], env) else ""
+    run.children.add(pid, command, method, may_use_gpu=may_use_gpu(argv), expected=expected)
 
 
 def _list_arguments(executable: Any, args: Any) -> list[str]:
-    words = [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
-    texts = [os.fsdecode(word) for word in words] or [""]
+    argv = [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
+    texts = [os.fsdecode(word) for word in argv] or [""]
     return [os.fsdecode(executable), *texts[1:]] if executable else texts
 
 

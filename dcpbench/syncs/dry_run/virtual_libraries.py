@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from dcpbench.syncs.dry_run.device_tensor import DeviceTensor
 from dcpbench.syncs.python_frames import walk_stack
-from dcpbench.syncs.steps import Range, Work
+from dcpbench.syncs.steps import LaunchedWork, Range
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +48,7 @@ def _apply_range_patches(patches: Patches, run: DryRun) -> None:
         if self.name in run.local.ranges:
             run.local.ranges.remove(self.name)
             empty = run.count_activity() == self.dry_run_seen
-            work = Work(run.ops - self.dry_run_ops)
+            work = LaunchedWork(run.ops - self.dry_run_ops)
             run.ranges.append(Range(self.name, self.dry_run_start, time.perf_counter(), empty, work))
         return leave(self, *error)
 

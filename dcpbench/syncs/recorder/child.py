@@ -68,8 +68,8 @@ def _list_words(event: str, arguments: tuple[Any, ...]) -> list[str]:
     if event == "os.system":
         return ["sh", "-c", os.fsdecode(arguments[0])]
     program, command = arguments[:2]
-    words = [command] if isinstance(command, str | bytes | os.PathLike) else list(command)
-    return [os.fsdecode(word) for word in (program or words[0], *words[1:])]
+    argv = [command] if isinstance(command, str | bytes | os.PathLike) else list(command)
+    return [os.fsdecode(word) for word in (program or argv[0], *argv[1:])]
 
 
 def is_program_start() -> bool:

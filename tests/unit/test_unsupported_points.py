@@ -115,7 +115,9 @@ def test_more_requests_than_the_largest_graph_are_refused(probe: Probe, dp: int,
         check(probe=probe, dp=dp, dcp=1, exchange="none", concurrency=limit + 1)
 
 
-@pytest.mark.parametrize("sizes", [{"latent": 48}, {"rope": 24}, {"latent": 8}, {"rope": 8}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"latent": 48}, {"qk_rope_head_dim": 24}, {"latent": 8}, {"qk_rope_head_dim": 8}], ids=str
+)
 @pytest.mark.parametrize("probe", [CPU, H200X4], ids=["cpu", "gpu"])
 def test_triton_requires_powers_of_two_from_16(probe: Probe, sizes: dict[str, int]) -> None:
     """tl.arange accepts no other sizes, and the message suggests another backend."""
@@ -128,7 +130,7 @@ def test_triton_requires_powers_of_two_from_16(probe: Probe, sizes: dict[str, in
 def test_rope_width_must_be_a_power_of_two_on_a_gpu() -> None:
     """The rope kernel is used with every backend."""
     with pytest.raises(UsageError, match="'qk_rope_head_dim' 24; dcpbench verify --device cpu --backend reference"):
-        check(tiny(rope=24), backend="reference", timed=False)
+        check(tiny(qk_rope_head_dim=24), backend="reference", timed=False)
 
 
 @pytest.mark.parametrize("option", ["q_replicate", "project_first"])
@@ -159,10 +161,10 @@ def test_symmetric_memory_over_several_machines_is_refused() -> None:
 
 def test_project_first_accepts_any_value_width() -> None:
     """The merged values are rounded before o_proj anyway."""
-    check(tiny(value=20), project_first=True)
+    check(tiny(v_head_dim=20), project_first=True)
 
 
-@pytest.mark.parametrize("sizes", [{"value": 20}, {"value": 48}, {"value": 8}], ids=str)
+@pytest.mark.parametrize("sizes", [{"v_head_dim": 20}, {"v_head_dim": 48}, {"v_head_dim": 8}], ids=str)
 def test_odd_value_widths_run_without_dcp_and_on_the_cpu(sizes: dict[str, int]) -> None:
     """Only values merged in fp32 use the restricted kernel: on a GPU, in half precision, with dcp > 1."""
     with pytest.raises(UsageError, match=r"'v_head_dim' to be powers of two of at least 16.*use --dcp 1"):
@@ -206,8 +208,8 @@ class TestServedRows:
         sizes = {"dcp": 1, "exchange": "none", "backend": "triton", "load": self.LOAD}
         check(**sizes)
         with pytest.raises(UsageError, match=r"'v_head_dim' 36 in bf16; use dcpbench sweep"):
-            check(tiny(value=36), **sizes)
-        check(tiny(value=36), CPU, **{**sizes, "backend": "reference", "dtype": "fp32"})
+            check(tiny(v_head_dim=36), **sizes)
+        check(tiny(v_head_dim=36), CPU, **{**sizes, "backend": "reference", "dtype": "fp32"})
 
     def test_decode_steps_accept_any_kv_row_size(self) -> None:
         check(tiny(latent=34), CPU, backend="reference", dtype="fp32")
@@ -303,12 +305,15 @@ class TestGroupedQueryAttention:
         [
             ({"backend": "flashmla", "page_size": 64}, "flashmla computes MLA, and .* use --backend triton"),
             ({"project_first": True}, "project-first: the attention of qwen3-235b-a22b gives values"),
-            ({"rope": 96, "value": 96}, "power of two of at least 16, and qwen3-235b-a22b has 96"),
-            ({"rope": 32, "value": 32, "backend": "flashinfer"}, "heads of 64, 128, 256 columns, .* has 32"),
+            ({"qk_rope_head_dim": 96, "v_head_dim": 96}, "power of two of at least 16, and qwen3-235b-a22b has 96"),
+            (
+                {"qk_rope_head_dim": 32, "v_head_dim": 32, "backend": "flashinfer"},
+                "heads of 64, 128, 256 columns, .* has 32",
+            ),
         ],
     )
     def test_options_without_kernels_are_refused(self, options: dict[str, object], message: str) -> None:
-        sizes = {name: options[name] for name in ("rope", "value") if name in options}
+        sizes = {name: options[name] for name in ("qk_rope_head_dim", "v_head_dim") if name in options}
         with pytest.raises(UsageError, match=message):
             check(
                 dataclasses.replace(self.QWEN, gqa=Gqa(kv_heads=1), **sizes),

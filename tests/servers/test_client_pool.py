@@ -28,7 +28,7 @@ from dcpbench.serving.samples import read_samples
 from tests.servers.fake_server import Model, Running, Script
 from tools.client_accuracy import run_test_server
 
-MANNER = PromptFormat(endpoint="completions", model="fake", extras=ANSWER_IDS, vocab=1000)
+PROMPT_FORMAT = PromptFormat(endpoint="completions", model="fake", extras=ANSWER_IDS, vocab=1000)
 NOWHERE = Target.from_url("http://127.0.0.1:9")
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ def calls_to(target: Target, number: int, tokens: int = 5, gap_s: float | None =
     return [
         Call(
             n,
-            target.encode_request("POST", "/v1/completions", MANNER.encode_body(np.arange(20) + n, tokens)),
+            target.encode_request("POST", "/v1/completions", PROMPT_FORMAT.encode_body(np.arange(20) + n, tokens)),
             tokens,
             None if gap_s is None else n * gap_s,
         )
@@ -55,15 +55,15 @@ def test_requests_are_divided_evenly(number: int, parts: int, each: list[int]) -
 def test_requests_are_divided_in_proportion_to_clients() -> None:
     """5 clients in 2 processes are 3 and 2, which get 6 and 4 of 10 requests."""
     shares = split_load(NOWHERE, calls_to(NOWHERE, 10), LoadOptions(clients=5), 2)
-    assert [share.options.clients for share in shares] == [3, 2]
-    assert [[call.number for call in share.calls] for share in shares] == [[0, 2, 4, 5, 7, 9], [1, 3, 6, 8]]
+    assert [part.options.clients for part in shares] == [3, 2]
+    assert [[call.number for call in part.calls] for part in shares] == [[0, 2, 4, 5, 7, 9], [1, 3, 6, 8]]
 
 
 def test_requests_of_an_open_loop_are_divided_round_robin() -> None:
     """The limit on concurrent requests is divided too."""
     shares = split_load(NOWHERE, calls_to(NOWHERE, 5, gap_s=0.1), LoadOptions(clients=None, at_once=3), 2)
-    assert [share.options.at_once for share in shares] == [2, 1]
-    assert [[call.number for call in share.calls] for share in shares] == [[0, 2, 4], [1, 3]]
+    assert [part.options.at_once for part in shares] == [2, 1]
+    assert [[call.number for call in part.calls] for part in shares] == [[0, 2, 4], [1, 3]]
 
 
 @pytest.mark.parametrize(("requests", "clients", "processes", "expected"), [(1, 4, 4, 1), (9, 2, 4, 2), (9, 9, 1, 1)])
@@ -385,9 +385,9 @@ def test_client_process_sends_its_share_and_returns_outcomes(order: str) -> None
         gap_ms = 5000 if order == "stop during" else 1
         async with Running(Script(gap_ms=gap_ms), Model()) as server:
             target = Target.from_url(server.url)
-            (share,) = split_load(target, calls_to(target, 3), LoadOptions(clients=1), 1)
+            (part,) = split_load(target, calls_to(target, 3), LoadOptions(clients=1), 1)
             ours, theirs = multiprocessing.Pipe()
-            working = asyncio.create_task(sharing._run_share(theirs, share))
+            working = asyncio.create_task(sharing._run_share(theirs, part))
             assert await asyncio.to_thread(ours.recv) == (READY, None)
             ours.send(STOP if order == "stop before" else time.perf_counter())
             if order == "stop during":
