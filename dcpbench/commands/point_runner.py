@@ -344,7 +344,7 @@ def run_points(points: Sequence[Point], options: launcher.JobOptions, run: Run) 
 
 
 def _show_chosen_points(options: launcher.JobOptions, bar: ProgressBar) -> launcher.JobOptions:
-    """Return the work, and have a progress bar show the points that a search adds to a job."""
+    """Return the options, with which a progress bar also shows the points that a search adds to a job."""
     choose = options.choose_points
     if choose is None:
         return options

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from dcpbench.engine.attention import make_attention
+from dcpbench.engine.attention import choose_kind
 from dcpbench.engine.weights import Moe
 from dcpbench.exchange.symmetric_all_reduce import SymmetricAllReduce
 from dcpbench.hangs import heartbeats
@@ -88,7 +88,7 @@ class Model:
         self.all_reduce: AllReduce = groups.attn.all_reduce  # sums over the ranks of an attention replica
         self.heads = shape.heads // layout.attn_tp
         table = make_rope_table(shape, max_context, device)
-        self.attention = make_attention(shape, layout, groups.dcp.rank, replicated, self.dtype, table)
+        self.attention = choose_kind(shape)(shape, layout, groups.dcp.rank, replicated, self.dtype, table)
         self.stands_for = 1  # expert-parallel ranks that this one represents; it is the busiest of them in each layer
         self.marks: torch.Tensor | None = None  # int32 [1]: last norm that the device began; None if it is not recorded
         self.chosen_experts: list[tuple[torch.Tensor, torch.Tensor]] | None = None

@@ -121,7 +121,7 @@ class ProgressBar:
         elif event.stage == "ending":
             self._print(f"Interrupted: {event.note}")
         elif event.stage == "stopped":
-            self._print(f"{event.note[:1].upper()}{event.note[1:]}.")
+            self._print(f"{format_capitalized(event.note)}.")
         elif event.note and not self._bar and time.monotonic() - self._spoke > QUIET_S:
             self._print(f"{name} {event.stage}: {event.note}")
         if self._bar:

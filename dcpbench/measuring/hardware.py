@@ -1,7 +1,7 @@
 """Describe the hardware and the packages of a machine: `python -m dcpbench.measuring.hardware` writes a Probe as JSON.
 
-Importing torch and starting CUDA takes seconds, so CUDA's driver is asked first, for the same numbers as torch asks it. torch
-answers if there is any doubt that it would say the same.
+Importing torch and starting CUDA takes seconds, so the properties of GPUs are read from CUDA's driver, where torch reads them, too.
+torch is imported only where its result may differ.
 """
 
 from __future__ import annotations

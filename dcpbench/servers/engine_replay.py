@@ -170,10 +170,10 @@ def measure_server_steps(
     with sample_gpus(config.gpus.uuids if config.gpus else ()) as get_state:
         measured = asyncio.run(_measure_cases(points, engine, server, tell))
         gpu = get_state()
-    found, exposed = (
-        [_remove_delays(one, measured.first_token_us) for one in some] for some in (measured.found, measured.exposed)
-    )
-    asynchronous = _decides_ahead([*found, *exposed], measured.times.request_ms, config.engine_settings)
+    found = [_remove_delays(one, measured.first_token_us) for one in measured.found]
+    exposed = None if measured.exposed is None else _remove_delays(measured.exposed, measured.first_token_us)
+    seen = found if exposed is None else [*found, exposed]
+    asynchronous = _decides_ahead(seen, measured.times.request_ms, config.engine_settings)
     times, begin_ms = _divide_request_times(measured.times, found, exposed, asynchronous=asynchronous)
     cases = [_make_measured_case(one, times) for one in found if not one.separate_prefill]
     warnings = {"cpu": config.device == CPU, DUMMY_WEIGHTS: config.dummy_weights, THROTTLED: is_throttled(gpu)}
@@ -208,9 +208,7 @@ class _Measured:
     found: list[CaseSamples]
     row_multiple: int
     times: RequestTimes
-    exposed: list[
-        CaseSamples
-    ]  # decodes and a chunk behind decode steps, which hide less of its launch; empty if not measured
+    exposed: CaseSamples | None  # decodes and a chunk behind decode steps, which hide less of its launch
     first_token_us: float
 
 
@@ -246,7 +244,7 @@ async def _measure_cases(
             found=cases.found,
             row_multiple=multiple,
             times=times,
-            exposed=[] if exposed is None else [exposed],
+            exposed=exposed,
             first_token_us=first_token_us,
         )
 
@@ -379,16 +377,18 @@ def _remove_delays(found: CaseSamples, first_token_us: float) -> CaseSamples:
 
 
 def _divide_request_times(
-    idle: RequestTimes, found: Sequence[CaseSamples], exposed: Sequence[CaseSamples], *, asynchronous: bool
+    idle: RequestTimes, found: Sequence[CaseSamples], exposed: CaseSamples | None, *, asynchronous: bool
 ) -> tuple[RequestTimes, float]:
     """Return the times of a request without the begin of its step, and EngineServer.begin_ms; `idle`: with it, on the idle server."""
     hidden = _find_longest_mixed(found)
-    begin_ms = (
-        0.0 if hidden is None else sum(_compute_begin_ms(hidden, one, asynchronous=asynchronous) for one in exposed)
-    )
+    begin_ms, request_ms = 0.0, None
+    if exposed is not None:
+        request_ms = _compute_request_ms(exposed, asynchronous=asynchronous)
+        if hidden is not None:
+            begin_ms = _compute_begin_ms(hidden, exposed, asynchronous=asynchronous)
     begin_ms = min(begin_ms, idle.request_ms - MIN_REQUEST_MS)  # a request on an idle server takes both
-    waits = [_compute_request_ms(one, asynchronous=asynchronous) for one in exposed]
-    request_ms = next((ms for ms in waits if ms is not None), idle.request_ms - begin_ms)
+    if request_ms is None:
+        request_ms = idle.request_ms - begin_ms
     return RequestTimes(request_ms, _compute_launch_ms(idle, begin_ms)), begin_ms
 
 

@@ -65,9 +65,7 @@ FILLED_STEPS = 2  # steps of the prompt behind which several prompts wait: a sch
 PREFIX_FILLED_STEPS = FILLED_STEPS + 1  # the same for a prompt that begins in the last of them
 MIN_DELAY_SHARE = 0.5  # of a decode step: shorter delays of a first token are noise
 MAX_SPREAD = 0.1  # of a step: prompts did not share it if their first tokens are further apart
-MAX_LATER = (
-    0.5  # of a decode step between tokens of decodes and a prompt's first token in the same step; else in another step
-)
+MAX_LATER = 0.5  # of a decode step between tokens of decodes and a prompt's first token that are of the same step
 
 
 class Refusal(enum.Enum):

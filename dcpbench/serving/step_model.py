@@ -553,7 +553,7 @@ class StepModel:
         return times(rows, max(w.kv_tokens for w in works))
 
     def _pad(self, batch: ReplicaBatch) -> ReplicaBatch:
-        """Return work with the decode rows that the engine runs: steps with chunks of another engine run no graphs."""
+        """Return the batch with the decode rows that the engine runs: steps with chunks of another engine run no graphs."""
         if self.graph_batches is None:
             return batch
         return batch._replace(rows=batch.decodes if batch.tokens else pad_to_size(batch.decodes, self.graph_batches))

@@ -128,7 +128,7 @@ def test_labels_of_a_forest_plot_are_complete_and_fit(tmp_path: Path, monkeypatc
 
 
 def test_forest_plot_states_how_many_ratios_it_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 61 points with one ratio each, 60 are drawn."""
+    """Compare 61 points with one ratio each: 60 are drawn."""
     records = [build.ok(build.point(Layout(2), concurrency=n)) for n in range(1, picture.MAX_ROWS + 2)]
     found = compare_records(tmp_path, records, records, launch_noise=0.02, metrics=("step_time",))
     titles: list[str] = []

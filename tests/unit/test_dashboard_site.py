@@ -480,7 +480,7 @@ class TestBuildingAgain:
         assert [text.split(":")[0] for text in str(e.value).splitlines()[1:]] == ["left out"]
 
     def test_error_counts_the_files_that_it_does_not_name(self, tmp_path: Path) -> None:
-        """Of 12 unreadable files 10 are named, and 2 counted."""
+        """Make 12 files unreadable: 10 are named, and 2 counted."""
         for n in range(12):
             (tmp_path / "runs" / f"{n}").mkdir(parents=True)
             (tmp_path / "runs" / f"{n}" / "records.jsonl").write_text("{}\n")

@@ -458,7 +458,7 @@ class TestLoop:
         assert (round(sample.submitted_s, 6), round(sample.token_s[0], 6)) == (0.017, 0.061)
 
     def test_first_token_delays_the_tokens_of_all_requests(self) -> None:
-        """With 5 ms for each of 3 prompt tokens, those of the step of 50 come at 65, and its client's next request as late.
+        """Delay tokens by 5 ms for each of 3 prompt tokens: those of the step of 50 come at 65, and its client's next request, too.
 
         The step of 61 ends meanwhile. The tokens of the last prompt's step come 15 ms late as well.
         """
@@ -596,7 +596,7 @@ class TestRequestTimes:
     IDLE = RequestTimes(request_ms=20.0, launch_ms=7.0)
     FOUND = (make_mixed(20.0, Case(decodes=(Decodes(1, 300),), chunks=(Chunks(1, 500, 0),))), make_mixed(92.0))
 
-    def divide(self, *exposed: CaseSamples, asynchronous: bool = True) -> tuple[float, float]:
+    def divide(self, exposed: CaseSamples | None = None, *, asynchronous: bool = True) -> tuple[float, float]:
         """Return request_ms and begin_ms."""
         times, begin_ms = engine_replay._divide_request_times(self.IDLE, self.FOUND, exposed, asynchronous=asynchronous)
         return times.request_ms, begin_ms

@@ -249,7 +249,7 @@ class TestTraces:
         assert list_loads(requests=str(path), prefix_share=0.5)
 
     def test_groups_next_to_prompts_are_refused_once(self, tmp_path: Path) -> None:
-        """With --prefix-share, too, as no value of it would be right."""
+        """Refuse the file with --prefix-share, too, as no value would be right."""
         path = tmp_path / "r.jsonl"
         path.write_text(
             '{"input_tokens": 3, "output_tokens": 4, "prefix_group": 1}\n{"prompt": [3], "output_tokens": 4}\n'

@@ -60,7 +60,7 @@ class TestTwoRanks:
     def test_occurrences_in_a_trace_without_steps_are_outside_of_the_steps_of_others(
         self, order: tuple[int, ...]
     ) -> None:
-        """Of three traces two mark no steps: their 30 and 12 occurrences exceed the 4 outside of the other's steps."""
+        """Scan three traces, two without steps: their 30 and 12 occurrences exceed the 4 outside of the steps of the other one."""
         ranks: list[dict[str, Any]] = [
             {"outside": 4},
             {"count_per_step": None, "count": 30},

@@ -140,16 +140,9 @@ class AttentionKind(abc.ABC):
             at.backend.run(q_BHQ, kv, o_BHR, lse)
 
 
-def make_attention(
-    shape: ModelShape,
-    layout: Layout,
-    dcp_rank: int,
-    replicated: QueryReplication,
-    dtype: torch.dtype,
-    table: torch.Tensor,
-) -> AttentionKind:
-    """Return the attention of a model."""
+def choose_kind(shape: ModelShape) -> type[AttentionKind]:
+    """Return the kind of attention that a model has."""
     from dcpbench.engine.attention.gqa import GroupedQueryAttention
     from dcpbench.engine.attention.mla import MlaAttention
 
-    return (GroupedQueryAttention if shape.gqa else MlaAttention)(shape, layout, dcp_rank, replicated, dtype, table)
+    return GroupedQueryAttention if shape.gqa else MlaAttention
