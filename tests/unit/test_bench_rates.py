@@ -235,7 +235,12 @@ class TestPictures:
         seen = []
         monkeypatch.setattr(pictures, "save_figure", lambda figure, *_: seen.append(figure))
         write_picture(bench, tmp_path / "x.png")
-        words = [text.get_text() for ax in seen[0].axes for text in ax.texts]
+        (ax,) = seen[0].axes
+        assert (ax.get_xlabel(), ax.get_ylabel()) == (
+            "operations per byte of memory traffic (log scale)",
+            "TFLOP/s (log scale)",
+        )
+        words = [text.get_text() for text in ax.texts]
         assert "read 4 TB/s" in words
         assert f"product {expected} TFLOP/s" in words
 
