@@ -451,7 +451,7 @@ def test_chosen_tiling_is_within_1_percent_of_the_fastest_measured_one():
         name = f"{how.columns}x{how.stages}x{how.warps}x{'w' if how.weight_first else 'r'}"
         if how.programs != Tiling.programs:
             name += f"x{how.count_blocks(columns, sizes['experts'] + assignments // int4_experts.FEW_ROWS)}"
-        us = {tiling: found["median_us"] for tiling, found in line["found"].items()}
+        us = {tiling: found["median_us"] for tiling, found in line["versions"].items()}
         assert us[name] < 1.01 * min(us.values()), sizes
 
 

@@ -264,7 +264,7 @@ def test_attention_dp_is_forecast_with_both_expert_placements(
     )
     assert advise._list_placements(query, Layout(4, 4)) == ["1", "tp"]
     assert advise._list_placements(query, Layout(4)) == ["1"]
-    odd = dataclasses.replace(load_shape("deepseek-v3"), moe_inter=2056, shared_experts=2)
+    odd = dataclasses.replace(load_shape("deepseek-v3"), moe_intermediate_size=2056, shared_experts=2)
     monkeypatch.setattr(advise, "load_shape", lambda _: odd)
     assert advise._list_placements(query, Layout(16, 16)) == ["tp"], "2,056 / 16 leaves 8"
     assert Layout(16, 16) in advise._list_valid_layouts(query, 16)
