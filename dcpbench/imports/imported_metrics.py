@@ -126,13 +126,13 @@ def _fill_metrics(result: Result, gpus: int, *, chunked: bool) -> ServeMetrics:
         output_tok_s=rate,
         output_tok_s_per_gpu=formulas.compute_tok_s_per_gpu(rate, gpus) if gpus else None,
         total_tok_s=total,
-        request_s=None if wall_s is None or result.completed is None else result.completed / wall_s,
+        request_throughput=None if wall_s is None or result.completed is None else result.completed / wall_s,
         tok_s_per_user=formulas.compute_tok_s_per_user(per_token) if per_token else None,
         tok_s_per_user_from=FROM_TPOT if per_token and from_tpot else msgspec.UNSET,
         steady_tok_s=steady_tok_s,
         steady_s=steady_s,
-        slo_ms=dict(result.slo_ms) if result.goodput_s is not None else {},
-        goodput_s=result.goodput_s if result.slo_ms else None,
+        slo_ms=dict(result.slo_ms) if result.request_goodput is not None else {},
+        request_goodput=result.request_goodput if result.slo_ms else None,
         wall_s=wall_s,
         submitted=result.submitted,
         finished=result.completed,
@@ -148,7 +148,7 @@ def _fill_metrics(result: Result, gpus: int, *, chunked: bool) -> ServeMetrics:
         eager_decode_steps=None,
         decode_batch=None,
     )
-    for name in ("output_tok_s", "total_tok_s", "request_s", "tok_s_per_user"):
+    for name in ("output_tok_s", "total_tok_s", "request_throughput", "tok_s_per_user"):
         value = getattr(found, name)
         if value is not None and value > MAX_NUMBER:
             raise RecordsError(f"{result.where}: its {name} would be {value:g}, so its times cannot be. Run it again.")

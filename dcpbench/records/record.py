@@ -130,7 +130,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     matmul_fp8_flop_s: Rate | None = None  # the same product in fp8; null also if no point of the job has fp8 operands
     peer_bytes_s: Rate | None = None  # bandwidth when every rank reads its neighbour's memory
     barrier_us: Number | None = None  # duration of a barrier of all ranks in symmetric memory
-    without: list[str] = []  # rates that could not be measured, each with its reason
+    unmeasured: list[str] = []  # rates that could not be measured, each with its reason
 
     @property
     def limits(self) -> dict[str, float]:
@@ -342,12 +342,14 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     output_tok_s: Number  # output throughput over the whole run, ramp-up and drain included
     output_tok_s_per_gpu: Number | None  # null if the number of GPUs is unknown, as for an import without it
     total_tok_s: Number  # throughput of prompt and output tokens; cached prompt tokens count
-    request_s: Number | None  # finished requests per second; null, as all sums, if an import has only token rates
+    request_throughput: (
+        Number | None
+    )  # finished requests per second; null, as all sums, if an import has only token rates
     tok_s_per_user: Number | None
     steady_tok_s: Number | None  # output throughput over the longest time at 95 % of the target concurrency
     steady_s: Number | None  # length of that interval in s
     slo_ms: dict[str, Number] = {}  # objectives as given, in ms: `ttft`, `itl`, `tpot`, `e2el`
-    goodput_s: Number | None = None  # requests per second that meet all objectives; null without objectives
+    request_goodput: Number | None = None  # requests per second that meet all objectives; null without objectives
     wall_s: Number | None  # first submission to last token
     submitted: Count | None  # submitted requests; null, like all counts below that may be, if an import lacks it
     finished: Count | None

@@ -31,6 +31,7 @@ from dcpbench.show.figure_style import (
     draw_legend_below,
     draw_watermark,
     draw_watermark_below,
+    format_axis_label,
     get_colour,
     get_line_style,
     get_marker,
@@ -344,7 +345,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
         ax.tick_params(labelleft=j == 0, labelbottom=i == len(sides) - 1)
         ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
     for ax in grid[-1]:
-        ax.set_xlabel(DECODE.label, fontsize=9)
+        ax.set_xlabel(format_axis_label(DECODE.label, ax.get_xscale()), fontsize=8)
     bottom, top = grid[0][0].get_ylim()
     grid[0][0].set_ylim(bottom, top + LINE_OF_WORDS * (top - bottom))
     figure.supylabel("output over the best other layout", fontsize=10)

@@ -335,7 +335,7 @@ class TestPoint:
         """A goodput without objectives means nothing, so it is left out."""
         _, found = one(tmp_path, "vllm", files.vllm(goodput=goodput, request_goodput=1.25))
         assert found.slo_ms == slo
-        assert found.goodput_s == (1.25 if slo else None)
+        assert found.request_goodput == (1.25 if slo else None)
 
 
 @pytest.mark.parametrize(("option", "device"), [("h200", "NVIDIA H200"), ("Gaudi 3", "Gaudi 3"), ("CPU", "CPU")])
@@ -867,7 +867,7 @@ class TestInferenceX:
         assert serve.total_tok_s == pytest.approx(8 * 3705.8131472623354)
         assert (serve.itl_ms.p50, serve.ttft_ms.p99) == (pytest.approx(20.895760972), pytest.approx(14481.789677))
         assert serve.tok_s_per_user == pytest.approx(1000 / 20.895760972)
-        assert (serve.wall_s, serve.finished, serve.request_s, serve.input_tokens) == (None, None, None, None)
+        assert (serve.wall_s, serve.finished, serve.request_throughput, serve.input_tokens) == (None, None, None, None)
         assert (record.origin, record.point.backend, record.point.precision) == ("inferencex", "vllm", "fp8 weights")
         assert record.environment
         assert record.environment.device == "tpuv7"
