@@ -313,7 +313,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "tok_s_per_user",
         "tok/s/user",
-        "1000 over the median ITL in ms",
+        "1000 over the median TPOT in ms",
         derived=_compute_per_user_interval,
         positive=True,
         gauge="output_tokens_per_second_per_user",
@@ -323,7 +323,7 @@ METRICS: tuple[Metric, ...] = (
         term="per user",
         defined={
             DECODE: "1000 / step time in ms; times the tokens of a step with drafts",
-            SERVE: "1000 / median ITL in ms",
+            SERVE: "1000 / median TPOT in ms",
         },
     ),
     Metric(

@@ -179,7 +179,7 @@ LINES = (  # kind, title and drawing function of each line figure; a `decode` po
 )
 SUBJECTS = [kind for kind, _, _ in LINES]
 EDGE = {  # text for each metric that a point on the frontier needs
-    "tok_s_per_user": "a speed for one user (1000 / median ITL)",
+    "tok_s_per_user": "a speed for one user (1000 / median TPOT)",
     "output_tok_s_per_gpu": "an output per GPU (an import with --tp says how many there were)",
 }
 NAMES = load_labels.OBJECTIVES | {"frontier": "Throughput per GPU against speed per user"}
