@@ -14,9 +14,12 @@ import msgspec
 from dcpbench.errors import LayoutError
 from dcpbench.models.weight_formats import DENSE, EXPERTS, Q_B, QKV, SHARED, O
 from dcpbench.points.budget import ITEMSIZE
+from dcpbench.points.layout import list_valid_layouts
 from dcpbench.points.names import FP8, MOE_EP, MOE_TP
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dcpbench.models.shapes import ModelShape
     from dcpbench.models.weight_formats import WeightFormat
     from dcpbench.points.device_probe import Probe
@@ -34,12 +37,15 @@ class KernelLimit:
     reason: str
     change: str  # options of `sweep` that avoid the limit, such as `--weights-dtype bf16`
     change_query: str = ""  # options of `recommend` that avoid it; empty if they are those of `sweep`
-    max_tp: int | None = None  # largest smaller --tp without the limit; None if there is none, or if it is not computed
+    smaller: str = (
+        ""  # options of the largest smaller layout without the limit, such as `--tp 4`; empty if there is none
+    )
+    max_tp: int | None = None  # its ranks
 
     def format_for_sweep(self) -> str:
         """Return the message of `sweep`, `serve` and `verify`."""
-        if self.max_tp is not None:
-            return f"{self.given}: {self.reason}; use --tp {self.max_tp}, the largest that cuts none, or {self.change}."
+        if self.smaller:
+            return f"{self.given}: {self.reason}; use {self.smaller}, the largest that cuts none, or {self.change}."
         return f"{self.given}: {self.reason}; use {self.change}."
 
     def format_for_recommend(self) -> str:
@@ -62,12 +68,21 @@ def find_split_block(point: Point, shape: ModelShape) -> KernelLimit | None:
     if found is None:
         return None
     part, size, block = found
-    fits = (tp for tp in range(point.tp - 1, 0, -1) if _takes_whole_blocks(point, shape, weights, tp))
+    smaller = next(_iter_whole_block_layouts(point, shape, weights), None)
+    options = [
+        f"--{name} {getattr(smaller, name)}"
+        for name in ("tp", "dp", "dcp")
+        if smaller is not None and getattr(smaller, name) != getattr(point, name)
+    ]
+    parallel = msgspec.structs.replace(point, ep=MOE_EP)
+    whole = point.ep == MOE_TP and _find_split_part(parallel, shape, weights) is None and _is_valid(parallel, shape)
     return KernelLimit(
         given=f"--weights-dtype {weights.name} with {point.instance_name}",
         reason=f"{part} ({size} numbers) of {shape.name} on a rank ends inside a block of {block}, and kernels take whole blocks",
-        change="--weights-dtype bf16",
-        max_tp=next(fits, None),
+        change=f"--ep {MOE_EP}, or --weights-dtype bf16" if whole else "--weights-dtype bf16",
+        change_query="--weights-dtype bf16",
+        smaller=" ".join(options),
+        max_tp=smaller.tp if smaller else None,
     )
 
 
@@ -104,14 +119,22 @@ def compute_part_sizes(point: Point, shape: ModelShape) -> dict[str, tuple[int, 
     }
 
 
-def _takes_whole_blocks(point: Point, shape: ModelShape, weights: WeightFormat, tp: int) -> bool:
-    """Return True if a smaller layout of the same kind splits no block."""
-    smaller = msgspec.structs.replace(point, tp=tp, dp=min(point.dp, tp), dcp=1)
+def _iter_whole_block_layouts(point: Point, shape: ModelShape, weights: WeightFormat) -> Iterator[Point]:
+    """Yield the layouts with fewer ranks that split no block, those with most ranks, and then with the same dp and largest dcp, first."""
+    for tp in range(point.tp - 1, 0, -1):
+        layouts = [x for x in list_valid_layouts(shape, tp, point.ep) if x.dp <= point.dp and x.dcp <= point.dcp]
+        for x in sorted(layouts, key=lambda x: (x.dp, x.dcp), reverse=True):
+            smaller = msgspec.structs.replace(point, tp=tp, dp=x.dp, dcp=x.dcp)
+            if _find_split_part(smaller, shape, weights) is None:
+                yield smaller
+
+
+def _is_valid(point: Point, shape: ModelShape) -> bool:
     try:
-        smaller.layout.check_model(shape, point.ep)
+        point.layout.check_model(shape, point.ep)
     except LayoutError:
         return False
-    return _find_split_part(smaller, shape, weights) is None
+    return True
 
 
 def _find_missing_fp8(point: Point, probe: Probe) -> KernelLimit | None:

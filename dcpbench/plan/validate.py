@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import shlex
@@ -132,7 +133,7 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
         _check_load(point, point.load, shape, probe)
     else:
         check_decode_batch(point)
-        check_positions(point.context + point.mtp, None, shape)
+        check_positions(point.context, None, shape, point.mtp)
     _check_memory(point, settings, shape, probe)
 
 
@@ -211,12 +212,13 @@ def check_decode_batch(point: Point) -> None:
         raise UsageError(f"{found[0]}; --concurrency can be up to {found[1]}.")
 
 
-def check_positions(context: int, load: Load | None, shape: ModelShape) -> None:
-    """Raise UsageError if a model has fewer positions than requests have tokens."""
-    if load is None and context + memory.HEADROOM_TOKENS > shape.max_position:
+def check_positions(context: int, load: Load | None, shape: ModelShape, drafts: int = 0) -> None:
+    """Raise UsageError if a model has fewer positions than requests have tokens; a decode step has `drafts` further ones."""
+    longest = shape.max_position - memory.HEADROOM_TOKENS - drafts
+    if load is None and context > longest:
+        new = f", {format_count(drafts, 'draft')} and" if drafts else " and"
         raise UsageError(
-            f"--context {context} and one new token pass {shape.name}'s {shape.max_position} positions; "
-            f"--context can be up to {shape.max_position - memory.HEADROOM_TOKENS}."
+            f"--context {context}{new} one new token pass {shape.name}'s {shape.max_position} positions; --context can be up to {longest}."
         )
     if load is not None and context > shape.max_position:
         remedy = "take longer ones out of the file" if load.trace else "lower --input-tokens or --output-tokens"
@@ -657,12 +659,15 @@ def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Pro
     """Return the largest concurrency that fits here, and the smallest larger dcp with which the
     point fits unchanged.
     """
-    pool = compute_max_pages(point, shape, probe)
-    if settings.kv_memory_bytes is not None:
-        one = compute_page_bytes(point, shape)
-        pool = min(pool, settings.kv_memory_bytes // one)
-    one = memory.count_pages(point.context + point.mtp + memory.HEADROOM_TOKENS, point.layout, point.page_size)
-    max_requests = max((pool - memory.PAGES_OF_PADDING) // one, 0) * point.dp
+    given = None if settings.kv_memory_bytes is None else settings.kv_memory_bytes // compute_page_bytes(point, shape)
+
+    def count_missing_pages(requests: int) -> int:
+        fewer = msgspec.structs.replace(point, concurrency=requests * point.dp)
+        pool = compute_max_pages(fewer, shape, probe)
+        return count_needed_pages(fewer) - (pool if given is None else min(pool, given))
+
+    fewer_requests = range(1, -(-point.concurrency // point.dp))  # of a replica
+    max_requests = bisect.bisect_right(fewer_requests, 0, key=count_missing_pages) * point.dp
     advice = (
         f"At --context {point.context} the largest --concurrency that fits is {max_requests}."
         if max_requests

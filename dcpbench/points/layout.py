@@ -170,13 +170,14 @@ class Layout:
                 f"--ep {ep} with --tp {self.tp}: experts are tensor-parallel over all ranks (--ep 1), or expert parallel over "
                 f"all ranks (--ep tp, here {self.tp}); use one of these."
             )
+        dense = shape.dense_inter if shape.first_dense else 0
         others = (
-            (shape.dense_inter, f"a dense width of {shape.dense_inter}, which does"),
+            (dense, f"a dense width of {dense}, which does"),
             (shared, f"a shared expert width of {shared}, which does"),
         )
         for size, text in (experts[ep], *others):
             if size % self.tp:
-                possible = _format_divisors(math.gcd(experts[ep][0], shape.dense_inter, shared), 64)
+                possible = _format_divisors(math.gcd(experts[ep][0], dense, shared), 64)
                 other = MOE_TP if ep == MOE_EP else MOE_EP
                 instead = any(n % self.tp for n, _ in (experts[other], *others))
                 raise LayoutError(
@@ -236,7 +237,11 @@ class Layout:
             raise LayoutError(
                 f"{shape.name} has layers with a sliding window, and DCP does not divide the tokens of a window; use --dcp 1."
             )
-        possible = f"--dcp can be {_format_divisors(most)}" if most > 1 else f"use --dcp 1, or --tp above {kv_heads}"
+        possible = (
+            f"--dcp can be {_format_divisors(most)}"
+            if most > 1
+            else f"use --dcp 1, or --tp {2 * kv_heads * self.dp} or more"
+        )
         raise LayoutError(
             f"{shape.name} has {kv_heads} KV heads, of which {self} has {most} {'copy' if most == 1 else 'copies'} each, and DCP "
             f"divides the tokens over the ranks that hold copies; {possible}."

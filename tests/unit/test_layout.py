@@ -192,6 +192,7 @@ class TestModels:
             Layout(tp=4, dp=dp).check_model(shape)
         Layout(tp=2).check_model(shape)
         assert list_valid_layouts(shape, 4) == []
+        Layout(tp=4, dp=dp).check_model(dataclasses.replace(shape, first_dense=0, shared_experts=0))
 
     @pytest.mark.parametrize(
         ("changed", "layout", "ep", "message"),

@@ -116,8 +116,10 @@ class TestGroupedQueryAttention:
             LayoutError, match=r"has 4 KV heads, of which tp8·dcp4 has 2 copies each.*--dcp can be 1, 2"
         ):
             Layout(8, dcp=4).check_model(self.QWEN)
-        with pytest.raises(LayoutError, match=r"tp4·dcp2 has 1 copy each.*use --dcp 1, or --tp above 4"):
+        with pytest.raises(LayoutError, match=r"tp4·dcp2 has 1 copy each.*use --dcp 1, or --tp 8 or more"):
             Layout(4, dcp=2).check_model(self.QWEN)
+        with pytest.raises(LayoutError, match=r"tp8·dp2·dcp2 has 1 copy each.*or --tp 16 or more"):
+            Layout(8, dp=2, dcp=2).check_model(self.QWEN)
         with pytest.raises(LayoutError, match="4 KV heads, which tp6 would split over 6 ranks"):
             Layout(6).check_model(dataclasses.replace(self.QWEN, heads=66))
 
