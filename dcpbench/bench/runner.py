@@ -68,7 +68,7 @@ def run_bench(bench: str, sizes: Mapping[str, Any], options: Options) -> int:
     between_ranks, requested_ranks = "ranks" in sizes, sizes.pop("ranks", None)
     if requested_ranks is not None and requested_ranks < CPU_RANKS:
         raise UsageError(
-            f"--ranks {requested_ranks}: one rank has no peer to exchange data with; try --ranks {CPU_RANKS}."
+            f"--ranks {requested_ranks}: data is exchanged between two ranks or more; try --ranks {CPU_RANKS}."
         )
     # Bad options are refused before the machine is probed, which takes seconds.
     CASES[bench](BenchOptions(cpu=True, ranks=requested_ranks or CPU_RANKS, typed=sizes))

@@ -240,8 +240,8 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
         raise CapacityError(
             f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {weights.name} and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench doctor` shows this machine). "
-            f"To plan it for GPUs type: {format_updated_command(machine.argv, _get_command(point), plan, ['--device'])}. "
-            f"For a functional run on the CPU type: dcpbench {_get_command(point)} --model tiny --tp 8 --dcp 8"
+            f"To plan it for GPUs type: {format_updated_command(machine.argv, _get_command(point, machine), plan, ['--device'])}. "
+            f"For a functional run on the CPU type: dcpbench {_get_command(point, machine)} --model tiny --tp 8 --dcp 8"
         )
 
 
@@ -261,12 +261,15 @@ def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
         )
     nodes = -(-point.tp // machine.probe.count)
     instead = shlex.join(_suggest_smaller(point, shape, machine))
+    others = (
+        f" (or run it on {nodes} such machines with --nodes {nodes}; "
+        f"see dcpbench {'submit' if machine.submitted else _get_command(point, machine)} --help). To forecast "
+        f"{point.instance_name} from one GPU, add --emulate {_find_machine_name(point, machine.probe)}."
+    )
     raise CapacityError(
         f"--tp {point.tp} needs {point.tp} GPUs and there are {machine.gpus} ({machine.probe.name}). "
-        f"{f'Type behind --: {instead}' if machine.submitted else f'Type instead: dcpbench {instead}'} "
-        f"(or run it on {nodes} such machines with --nodes {nodes}; "
-        f"see dcpbench {'submit' if machine.submitted else _get_command(point)} --help). To forecast "
-        f"{point.instance_name} from one GPU, add --emulate {_find_machine_name(point, machine.probe)}."
+        f"{f'Type behind --: {instead}' if machine.submitted else f'Type instead: dcpbench {instead}'}"
+        f"{others if machine.timed else ''}"  # verify runs on one machine, and on all ranks
     )
 
 
@@ -339,12 +342,12 @@ def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[
             given |= {"--dcp": str(best.dcp)}
             given |= {"--ep": point.ep} if point.ep != place_experts(MOE_TP, point.tp) else {}
             given |= _get_plan_options(machine.probe)
-            return update_command(machine.argv, _get_command(point), given, ["--dp", "--ep"])
-    return f"{_get_command(point)} --device cpu --model tiny --tp 8 --dcp 8".split()
+            return update_command(machine.argv, _get_command(point, machine), given, ["--dp", "--ep"])
+    return f"{_get_command(point, machine)} --device cpu --model tiny --tp 8 --dcp 8".split()
 
 
-def _get_command(point: Point) -> str:
-    return "serve" if point.load else "sweep"
+def _get_command(point: Point, machine: Machine) -> str:
+    return "serve" if point.load else "sweep" if machine.timed else "verify"
 
 
 def _list_auto_options(point: Point) -> list[str]:

@@ -207,7 +207,7 @@ def test_incomplete_event_line_is_read_when_complete(call) -> None:
         (("merge", "--requests", "many"), 2, "write for example --requests 1,3."),
         (("merge", "-o", "/dev/null/x"), 2, "cannot be used as output folder"),
         (("exchange", "--device", "cuda"), 3, "`dcpbench bench exchange --device cpu`, which checks correctness"),
-        (("exchange", "--ranks", "1"), 2, "one rank has no peer to exchange data with; try --ranks 2."),
+        (("exchange", "--ranks", "1"), 2, "data is exchanged between two ranks or more; try --ranks 2."),
         (("exchange", "--ranks", "3", "--heads", "8"), 2, "--heads 8 cannot be divided among 3 ranks; try --heads 9"),
         (("exchange", "--variant", "sym"), 2, "--variant 'sym' is unknown; did you mean symm?"),
         (("collectives", "--ranks", "3", "--width", "64"), 2, "cannot be divided among 3 ranks; try --width 66."),

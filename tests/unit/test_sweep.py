@@ -663,6 +663,16 @@ def test_verify_layouts_add_no_baseline() -> None:
     assert [c.point.layout for c in found] == [Layout(tp=1), Layout(tp=2, dcp=2)]
 
 
+def test_error_of_verify_repeats_its_command() -> None:
+    argv = ["verify", "--model", "deepseek-v3", "--tp", "8"]
+    options = {"model": "deepseek-v3", "tp": "8", "concurrency": "4"}
+    (found,) = grid.expand_layouts([Layout(8)], make_spec(options, CPU), CPU, argv)
+    assert "type: dcpbench verify --model deepseek-v3 --dry-run --gpu H200,count=8 --tp 8. " in str(found.error)
+    assert str(found.error).endswith("type: dcpbench verify --model tiny --tp 8 --dcp 8")
+    (found,) = grid.expand_layouts([Layout(8)], make_spec(options, H200X4), H200X4, argv)
+    assert str(found.error).endswith("Type instead: dcpbench verify --model deepseek-v3 --tp 4 --dcp 1")
+
+
 def test_dry_run_table_shows_both_layout_names_memory_and_reasons() -> None:
     """The tp of vLLM counts one replica, so that tp4·dp2·dcp2 here is dp2·tp2·dcp2 there."""
     rows = grid.make_table(expand(CPU, tp="4", dp="2", dcp="2,3", concurrency=2, baseline=False))
