@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.errors import LayoutError
 from dcpbench.models.weight_formats import DENSE, EXPERTS, Q_B, QKV, SHARED, O
 from dcpbench.points.budget import ITEMSIZE
-from dcpbench.points.layout import list_valid_layouts
+from dcpbench.points.layout import Layout, list_valid_layouts
 from dcpbench.points.names import FP8, MOE_EP, MOE_TP
 
 if TYPE_CHECKING:
@@ -75,7 +74,8 @@ def find_split_block(point: Point, shape: ModelShape) -> KernelLimit | None:
         if smaller is not None and getattr(smaller, name) != getattr(point, name)
     ]
     parallel = msgspec.structs.replace(point, ep=MOE_EP)
-    whole = point.ep == MOE_TP and _find_split_part(parallel, shape, weights) is None and _is_valid(parallel, shape)
+    valid = Layout(point.tp, point.dp, point.dcp) in list_valid_layouts(shape, point.tp, MOE_EP)
+    whole = point.ep == MOE_TP and valid and _find_split_part(parallel, shape, weights) is None
     return KernelLimit(
         given=f"--weights-dtype {weights.name} with {point.instance_name}",
         reason=f"{part} ({size} numbers) of {shape.name} on a rank ends inside a block of {block}, and kernels take whole blocks",
@@ -127,14 +127,6 @@ def _iter_whole_block_layouts(point: Point, shape: ModelShape, weights: WeightFo
             smaller = msgspec.structs.replace(point, tp=tp, dp=x.dp, dcp=x.dcp)
             if _find_split_part(smaller, shape, weights) is None:
                 yield smaller
-
-
-def _is_valid(point: Point, shape: ModelShape) -> bool:
-    try:
-        point.layout.check_model(shape, point.ep)
-    except LayoutError:
-        return False
-    return True
 
 
 def _find_missing_fp8(point: Point, probe: Probe) -> KernelLimit | None:

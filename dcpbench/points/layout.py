@@ -122,10 +122,6 @@ class Layout:
         names = {VLLM: self.format_vllm_name(), SGLANG: f"tp{self.tp}·dp{self.dp}·dcp{self.dcp}{self._outer_name}"}
         return names.get(engine, "")
 
-    def get_dp_rank(self, rank: int) -> int:
-        """Return the attention replica of a rank."""
-        return rank // self.attn_tp
-
     def get_attn_rank(self, rank: int) -> int:
         """Return the position of a rank inside its attention replica; it holds heads [attn_rank·h, (attn_rank+1)·h)."""
         return rank % self.attn_tp

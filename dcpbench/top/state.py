@@ -109,11 +109,11 @@ def compute_state(
     failed = sum(end.outcome != "ok" for end in ended.values())
     status = _compute_status(facts, left, max(now - heard, 0.0), alive, known_here=known_here)
     over = status in OVER
-    until = heard if over else now
+    at_work = not over and status != FINISHING
+    until = now if at_work else heard
     problem = facts.find_failure() if status == STOPPED else ""
     durations = [max(b - a, 0.0) for a, b in itertools.pairwise([began, *ends])] if began is not None else []
     spent = until - (ends[-1] if ends else began or until)
-    at_work = not over and status != FINISHING
     return State(
         folder=fit_line(str(facts.folder)),
         kind=_get_kind(facts),
