@@ -93,7 +93,7 @@ def run_bench(bench: str, sizes: Mapping[str, Any], options: Options) -> int:
     )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # of ranks that are just being ended
         folder = Path(name)
-        with print_when_stopped("Interrupted; the worker has ended and nothing was written."):
+        with print_when_stopped(lambda: _save_interrupted(record, paths)):
             problem = _run_job(job, folder, record, options.timeout)
         if paths:
             (paths[0].with_suffix(".log")).write_bytes(_read_logs(folder))
@@ -219,6 +219,14 @@ def _prepare_outputs(bench: str, options: Options) -> list[Path]:
     return paths
 
 
+def _save_interrupted(record: BenchRecord, paths: list[Path]) -> str:
+    """Write what an interrupted run has measured, if it has a folder; return the sentence that says so."""
+    if not paths or all(result.outcome != "ok" for result in record.results):
+        return "Interrupted; the worker has ended and nothing was written."
+    _write_outputs(record, paths)
+    return f"Interrupted; the worker has ended. The cases that had finished are in {paths[0]}; to run all, repeat the command with --force."
+
+
 def _finish_run(record: BenchRecord, paths: list[Path], problem: str, options: Options) -> int:
     from dcpbench.bench.shown.bench_findings import describe_findings
 
@@ -244,6 +252,7 @@ def _write_outputs(record: BenchRecord, paths: list[Path]) -> None:
 
     data, picture = paths
     with convert_output_errors(data.parent, "give another folder with -o"):
+        picture.unlink(missing_ok=True)  # of an earlier run
         data.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
         if any(r.outcome == "ok" for r in record.results):
             write_picture(record, picture)

@@ -192,6 +192,22 @@ def test_ctrl_c_ends_every_rank_and_writes_no_file(call, monkeypatch: pytest.Mon
     assert [process.poll() is not None for process in started] == [True, True]
 
 
+def test_ctrl_c_keeps_the_cases_that_have_finished(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = runner._add_event
+
+    def interrupted(event, record) -> None:
+        finish(event, record)
+        if event.result:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "_add_event", interrupted)
+    code, _, err = call(*TWO, "-o", "out")
+    assert code == 130
+    assert "finished are in out/bench-merge.json; to run all, repeat the command with --force." in err
+    results = json.loads(Path("out/bench-merge.json").read_text())["results"]
+    assert [r["outcome"] for r in results] == ["ok", "failed"]
+
+
 def test_incomplete_event_line_is_read_when_complete(call) -> None:
     code, out, _ = call(*TWO, "--json", fake="half")
     assert code == 0
