@@ -16,7 +16,7 @@ from dcpbench.bench.bench_record import BenchJob, BenchRecord, BenchSettings, Ev
 from dcpbench.bench.cases import CASES, BenchOptions
 from dcpbench.errors import CapacityError, ExitCode, OutputError, UsageError, WorkerError
 from dcpbench.launch import folders, launcher, version_check
-from dcpbench.launch.jobs import Exit, Progress, format_exit_code
+from dcpbench.launch.jobs import MIN_STAGE_LIMIT_S, Exit, Progress, format_exit_code
 from dcpbench.launch.progress import ProgressBar
 from dcpbench.launch.ranks import Started
 from dcpbench.launch.stopping import print_when_stopped
@@ -125,7 +125,7 @@ def _run_job(job: BenchJob, folder: Path, record: BenchRecord, timeout: float) -
                 bar(_make_progress(event, shown_reasons))
             if ended or watchdog.is_past_grace(lambda: bool(_find_early_exits(ranks, seen))):
                 break
-            limit = timeout if "case" in seen else max(timeout, launcher.MIN_STAGE_LIMIT_S)
+            limit = timeout if "case" in seen else max(timeout, MIN_STAGE_LIMIT_S)
             if watchdog.is_silent(limit):
                 ranks.collect_stacks()  # into their logs
                 return f"It hung: nothing was heard for {limit:g} s (--timeout).{_get_last_lines(ranks, [])}"
