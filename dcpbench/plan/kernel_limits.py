@@ -131,8 +131,10 @@ def _iter_whole_block_layouts(point: Point, shape: ModelShape, weights: WeightFo
 
 def _find_missing_fp8(point: Point, probe: Probe) -> KernelLimit | None:
     """Return the limit of a GPU that does not multiply e4m3; None if it does, or if no tensor is fp8."""
+    if probe.capability is None or tuple(map(int, probe.capability.split("."))) >= FP8_SINCE:
+        return None
     for option, precision in (("--weights-dtype", point.weights_precision), ("--kv-dtype", point.kv_precision)):
-        if precision == FP8 and probe.capability is not None and _parse_version(probe.capability) < FP8_SINCE:
+        if precision == FP8:
             return KernelLimit(
                 given=f"{option} fp8",
                 reason=f"a GPU with fp8 is needed (compute capability {FP8_SINCE[0]}.{FP8_SINCE[1]} or later), and "
@@ -155,7 +157,3 @@ def _find_odd_rows(point: Point, shape: ModelShape) -> KernelLimit | None:
         change=f"--ep {MOE_EP}, or a smaller --tp",
         change_query="fewer --gpus",
     )
-
-
-def _parse_version(capability: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in capability.split("."))

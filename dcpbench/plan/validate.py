@@ -273,11 +273,6 @@ def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
     )
 
 
-def _get_plan_options(probe: Probe) -> dict[str, str]:
-    """Return the options that turn a command into a plan for this machine, if it is not the present one."""
-    return {"--dry-run": "", "--gpu": f"{probe.gpu.name},count={probe.count}"} if probe.gpu else {}
-
-
 def _find_machine_name(point: Point, probe: Probe) -> str:
     """Return the entry of the table of machines that matches this one, with a link if one host is too small."""
     name = next((gpu.name for gpu in GPUS if gpu.device == probe.name), None)
@@ -341,7 +336,8 @@ def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[
             given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
             given |= {"--dcp": str(best.dcp)}
             given |= {"--ep": point.ep} if point.ep != place_experts(MOE_TP, point.tp) else {}
-            given |= _get_plan_options(machine.probe)
+            gpu = machine.probe.gpu  # set in a plan for another machine
+            given |= {"--dry-run": "", "--gpu": f"{gpu.name},count={machine.probe.count}"} if gpu else {}
             return update_command(machine.argv, _get_command(point, machine), given, ["--dp", "--ep"])
     return f"{_get_command(point, machine)} --device cpu --model tiny --tp 8 --dcp 8".split()
 

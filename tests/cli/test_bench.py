@@ -224,6 +224,11 @@ def test_incomplete_event_line_is_read_when_complete(call) -> None:
         (("merge", "-o", "/dev/null/x"), 2, "cannot be used as output folder"),
         (("exchange", "--device", "cuda"), 3, "`dcpbench bench exchange --device cpu`, which checks correctness"),
         (("exchange", "--ranks", "1"), 2, "data is exchanged between two ranks or more; try --ranks 2."),
+        (
+            ("moe", "--weights", "fp8", "--group-size", "32"),
+            2,
+            "--group-size 32 is for int4; add --weights int4, or leave",
+        ),
         (("exchange", "--ranks", "3", "--heads", "8"), 2, "--heads 8 cannot be divided among 3 ranks; try --heads 9"),
         (("exchange", "--variant", "sym"), 2, "--variant 'sym' is unknown; did you mean symm?"),
         (("collectives", "--ranks", "3", "--width", "64"), 2, "cannot be divided among 3 ranks; try --width 66."),
