@@ -13,12 +13,10 @@ import msgspec
 
 from dcpbench.models.weight_formats import DENSE, EXPERTS, Q_B, QKV, SHARED, O
 from dcpbench.points.budget import ITEMSIZE
-from dcpbench.points.layout import Layout, list_valid_layouts
+from dcpbench.points.layout import DEGREES, Layout, iter_smaller_layouts, list_valid_layouts
 from dcpbench.points.names import FP8, MOE_EP, MOE_TP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from dcpbench.models.shapes import ModelShape
     from dcpbench.models.weight_formats import WeightFormat
     from dcpbench.points.device_probe import Probe
@@ -67,10 +65,15 @@ def find_split_block(point: Point, shape: ModelShape) -> KernelLimit | None:
     if found is None:
         return None
     part, size, block = found
-    smaller = next(_iter_whole_block_layouts(point, shape, weights), None)
+    layouts = (
+        x
+        for x in iter_smaller_layouts(shape, point.tp - 1, point.layout, point.ep)
+        if _find_split_part(msgspec.structs.replace(point, tp=x.tp, dp=x.dp, dcp=x.dcp), shape, weights) is None
+    )
+    smaller = next(layouts, None)
     options = [
         f"--{name} {getattr(smaller, name)}"
-        for name in ("tp", "dp", "dcp")
+        for name in DEGREES
         if smaller is not None and getattr(smaller, name) != getattr(point, name)
     ]
     parallel = msgspec.structs.replace(point, ep=MOE_EP)
@@ -117,16 +120,6 @@ def compute_part_sizes(point: Point, shape: ModelShape) -> dict[str, tuple[int, 
         "the shared expert": (shape.shared_experts * shape.moe_inter // point.tp, SHARED, True),
         "the dense MLP": (shape.dense_inter // point.tp if shape.first_dense else 0, DENSE, True),
     }
-
-
-def _iter_whole_block_layouts(point: Point, shape: ModelShape, weights: WeightFormat) -> Iterator[Point]:
-    """Yield the layouts with fewer ranks that split no block, those with most ranks, and then with the same dp and largest dcp, first."""
-    for tp in range(point.tp - 1, 0, -1):
-        layouts = [x for x in list_valid_layouts(shape, tp, point.ep) if x.dp <= point.dp and x.dcp <= point.dcp]
-        for x in sorted(layouts, key=lambda x: (x.dp, x.dcp), reverse=True):
-            smaller = msgspec.structs.replace(point, tp=tp, dp=x.dp, dcp=x.dcp)
-            if _find_split_part(smaller, shape, weights) is None:
-                yield smaller
 
 
 def _find_missing_fp8(point: Point, probe: Probe) -> KernelLimit | None:

@@ -38,7 +38,7 @@ from dcpbench.points.cluster_specs import LINKS, load_machine
 from dcpbench.points.comm_model import GATHERS
 from dcpbench.points.device_probe import HOPPER
 from dcpbench.points.gpus import GPUS
-from dcpbench.points.layout import Layout, list_valid_layouts, place_experts
+from dcpbench.points.layout import Layout, iter_smaller_layouts, list_valid_layouts, place_experts
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import (
     ALL_REDUCES,
@@ -328,18 +328,16 @@ def _check_emulated(point: Point, machine: Machine) -> None:
 
 def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[str]:
     """Return the words of the command for the largest layout of the same kind that these GPUs can hold."""
-    for tp in range(machine.gpus, 0, -1):
-        layouts = [x for x in list_valid_layouts(shape, tp, point.ep) if x.dp <= point.dp and x.dcp <= point.dcp]
-        if layouts:
-            best = max(layouts, key=lambda x: (x.dp == point.dp, x.dcp))
-            given = {"--model": point.model, "--tp": str(best.tp)}
-            given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
-            given |= {"--dcp": str(best.dcp)}
-            given |= {"--ep": point.ep} if point.ep != place_experts(MOE_TP, point.tp) else {}
-            gpu = machine.probe.gpu  # set in a plan for another machine
-            given |= {"--dry-run": "", "--gpu": f"{gpu.name},count={machine.probe.count}"} if gpu else {}
-            return update_command(machine.argv, _get_command(point, machine), given, ["--dp", "--ep"])
-    return f"{_get_command(point, machine)} --device cpu --model tiny --tp 8 --dcp 8".split()
+    best = next(iter_smaller_layouts(shape, machine.gpus, point.layout, point.ep), None)
+    if best is None:
+        return f"{_get_command(point, machine)} --device cpu --model tiny --tp 8 --dcp 8".split()
+    given = {"--model": point.model, "--tp": str(best.tp)}
+    given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
+    given |= {"--dcp": str(best.dcp)}
+    given |= {"--ep": point.ep} if point.ep != place_experts(MOE_TP, point.tp) else {}
+    gpu = machine.probe.gpu  # set in a plan for another machine
+    given |= {"--dry-run": "", "--gpu": f"{gpu.name},count={machine.probe.count}"} if gpu else {}
+    return update_command(machine.argv, _get_command(point, machine), given, ["--dp", "--ep"])
 
 
 def _get_command(point: Point, machine: Machine) -> str:

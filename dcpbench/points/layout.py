@@ -24,6 +24,8 @@ from dcpbench.errors import LayoutError
 from dcpbench.points.names import MOE_EP, MOE_TP, SGLANG, VLLM
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
 
     from dcpbench.models.shapes import ModelShape
@@ -281,6 +283,13 @@ def list_valid_layouts(shape: ModelShape, tp: int, ep: str = MOE_TP, pp: int = 1
                 continue
             found.append(layout)
     return found
+
+
+def iter_smaller_layouts(shape: ModelShape, tp: int, like: Layout, ep: str) -> Iterator[Layout]:
+    """Yield the valid layouts of at most `tp` ranks with no larger dp and dcp than `like`: most ranks first, then the largest dp, then dcp."""
+    for ranks in range(tp, 0, -1):
+        found = [x for x in list_valid_layouts(shape, ranks, ep) if x.dp <= like.dp and x.dcp <= like.dcp]
+        yield from sorted(found, key=lambda x: (x.dp, x.dcp), reverse=True)
 
 
 def get_owner(loc: Ints, dcp: int, interleave: int = 1) -> Ints:
