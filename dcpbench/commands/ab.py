@@ -279,6 +279,8 @@ def _load_state(folder: Path, launches: LaunchOptions, new: State) -> State:
     """Return the stored state of the folder, or a new one. Raise OutputError if the stored state has other options."""
     import msgspec
 
+    from dcpbench.records.lines import UNREADABLE
+
     path = folder / STATE_FILE
     if path.exists() and not launches.force:
         if not launches.resume:
@@ -288,7 +290,7 @@ def _load_state(folder: Path, launches: LaunchOptions, new: State) -> State:
             )
         try:
             old = msgspec.json.decode(path.read_bytes(), type=State)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        except (OSError, *UNREADABLE) as e:
             raise OutputError(f"{path} cannot be read ({e}); start over with --force.") from e
         if _remove_secrets(old) != _remove_secrets(dataclasses.replace(new, done=old.done)):
             raise OutputError(

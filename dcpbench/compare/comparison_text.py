@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 CPU_NOTE = "CPU: functional run; its times say nothing about performance."
 LARGE = 1000
+MAX_UNMATCHED = 10  # points of one side that are listed
 
 
 def format_label(row: Row) -> str:
@@ -126,11 +127,11 @@ def format_gate(c: Comparison) -> str:
     return f"--fail-on {rules}: {'nothing is proven worse' if undecided else 'passed'}{more}."
 
 
-def list_unmatched(c: Comparison, limit: int = 10) -> list[str]:
+def list_unmatched(c: Comparison) -> list[str]:
     """Return the points that could not be compared, one line each."""
     lines = [f"did not run in {b.side.upper()}: {b.name}: {b.outcome}: {b.reason}" for b in c.broken]
     for side, names in (("A", c.only_a), ("B", c.only_b)):
-        lines += [f"only in {side}: {name}" for name in names[:limit]]
-        if len(names) > limit:
-            lines.append(f"only in {side}: {len(names) - limit} more")
+        lines += [f"only in {side}: {name}" for name in names[:MAX_UNMATCHED]]
+        if len(names) > MAX_UNMATCHED:
+            lines.append(f"only in {side}: {len(names) - MAX_UNMATCHED} more")
     return lines

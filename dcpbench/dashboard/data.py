@@ -22,8 +22,8 @@ from dcpbench.dashboard import change_points, series
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import BACKENDS
 from dcpbench.records.checks import OUTCOMES
+from dcpbench.records.garbage_collection import stop_garbage_collector
 from dcpbench.records.metrics import DASHBOARD
-from dcpbench.reports import stop_garbage_collector
 from dcpbench.show.layouts import Degrees, find_marker_index, format_css_colours
 from dcpbench.show.web import encode_markup
 

@@ -16,9 +16,9 @@ from dcpbench.errors import RecordsError, UsageError
 from dcpbench.records import metrics
 from dcpbench.records.file import is_last_line_cut_short
 from dcpbench.records.folder import RECORDS_FILE
+from dcpbench.records.garbage_collection import stop_garbage_collector
 from dcpbench.records.record import format_hardware
 from dcpbench.records.runs import read_run
-from dcpbench.reports import stop_garbage_collector
 from dcpbench.show.text import fit_line
 
 if TYPE_CHECKING:

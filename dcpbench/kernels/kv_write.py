@@ -13,7 +13,6 @@ read too early.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -179,7 +178,7 @@ def launch_kernel(
 ) -> None:
     """Launch one kernel."""
     fp8 = kv_KQ.element_size() == 1
-    hopper = _supports_dependents(kv_KQ.device)
+    launches_dependents = e4m3.get_capability(kv_KQ.device) >= (9, 0)
     _write_kernel[(triton.cdiv(len(places_B), tiles.tile),)](
         kv_KQ.view(torch.uint8) if fp8 else kv_KQ,
         new_BQ,
@@ -197,15 +196,9 @@ def launch_kernel(
         TILE=tiles.tile,
         ROWS=tiles.rows,
         num_warps=tiles.warps,
-        DEPENDENT=hopper,
-        launch_pdl=hopper,
+        DEPENDENT=launches_dependents,
+        launch_pdl=launches_dependents,
     )
-
-
-@functools.cache
-def _supports_dependents(device: torch.device) -> bool:
-    """Return True for Hopper and later; Triton's interpreter does not launch dependents."""
-    return e4m3.get_capability(device) >= (9, 0)
 
 
 def split_width(width: int) -> dict[str, int]:

@@ -110,8 +110,8 @@ def _format_unjudged(choices: Sequence[Choice]) -> str:
     return f" {_format_names(names)} could not be judged at every load (reasons below)." if names else ""
 
 
-def _format_names(names: Sequence[str], word: str = "and") -> str:
-    return format_list(names, word) if len(names) <= MAX_NAMED else f"{len(names)} layouts"
+def _format_names(names: Sequence[str]) -> str:
+    return format_list(names) if len(names) <= MAX_NAMED else f"{len(names)} layouts"
 
 
 def _format_layers_held(choices: Sequence[Choice]) -> str:

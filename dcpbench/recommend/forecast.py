@@ -278,7 +278,7 @@ def _serve_load(
     requests = make_point_requests(point, settings, load_shape(point.model).vocab)
     found = replay_requests(requests, scheduler, point.clients, times, loop=get_loop_timing(engine))  # type: ignore[arg-type]
     return found, compute_serve_metrics(
-        found.traffic,
+        found.traffic.samples,
         gpus=point.gpus,
         concurrency=point.clients,
         slo=settings.slo,

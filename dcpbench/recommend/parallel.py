@@ -51,7 +51,7 @@ def _estimate_in_processes(
     watch(_describe(points, 0))
 
     def run(point: Point) -> Result:
-        return estimate(point, _ignore)
+        return estimate(point, lambda _: None)
 
     results: dict[int, Result] = {}
     with warnings.catch_warnings():
@@ -85,10 +85,6 @@ def _start_worker(estimate: Callable[[Point], object]) -> None:
 
 def _run(point: Point) -> Any:  # noqa: ANN401 - a Result
     return _estimate(point)
-
-
-def _ignore(_: str) -> None:
-    """Discard the progress of a worker."""
 
 
 def _count_cores() -> int:

@@ -280,13 +280,13 @@ class _LastLine:
         return self.begin + (0 if self.error else len(self.line))
 
 
-def _find_last_line(path: Path, block: int = 1 << 20) -> _LastLine | None:
+def _find_last_line(path: Path) -> _LastLine | None:
     """Read from the end of the file; None where that is a newline, as it should be."""
     with path.open("rb") as f:
         end = size = f.seek(0, os.SEEK_END)
         tail = b""
         while end and b"\n" not in tail:
-            start = max(0, end - block)
+            start = max(0, end - READ_BYTES)
             f.seek(start)
             tail, end = f.read(end - start) + tail, start
     whole = tail.rpartition(b"\n")[2]

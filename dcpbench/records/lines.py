@@ -13,7 +13,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 T = TypeVar("T")
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # errors of a malformed line
+UNREADABLE = (
+    msgspec.DecodeError,
+    UnicodeDecodeError,
+    RecursionError,
+)  # errors of msgspec for no JSON, no UTF-8, deep nesting
+
+
+def decode_or_none(data: bytes, kind: type[T]) -> T | None:
+    """Return the JSON of some bytes as a value of this type; None if they are malformed, or another type."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except UNREADABLE:
+        return None
 
 
 class Tail:

@@ -123,9 +123,9 @@ class StopRule:
         return max(high - median, median - low) <= self.precision * median
 
 
-def has_settled(previous_median: float | None, median: float, tolerance: float = 0.01) -> bool:
-    """Return True if warm-up is over: two successive medians differ by no more than `tolerance` of the earlier one."""
-    return previous_median is not None and abs(median - previous_median) <= tolerance * abs(previous_median)
+def has_settled(previous_median: float | None, median: float) -> bool:
+    """Return True if warm-up is over: two successive medians differ by no more than 1 % of the earlier one."""
+    return previous_median is not None and abs(median - previous_median) <= 0.01 * abs(previous_median)
 
 
 def find_lasting_start(holds: Sequence[bool]) -> int | None:

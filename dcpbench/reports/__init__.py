@@ -5,35 +5,23 @@ Nothing heavy is imported before a report is requested, so that the command line
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import shlex
 from typing import TYPE_CHECKING
 
+from dcpbench.records.garbage_collection import stop_garbage_collector
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from rich.console import RenderableType
 
     from dcpbench.records.runs import Run
 
-__all__ = ["render_terminal_table", "stop_garbage_collector", "write_report"]
+__all__ = ["render_terminal_table", "write_report"]
 
 PAGE, TEXT, TABLE, FIGURES = "report.html", "report.md", "points.csv", "figures"
 PICTURES = (".png", ".svg", ".pdf")
-
-
-@contextlib.contextmanager
-def stop_garbage_collector() -> Iterator[None]:
-    """Disable the cyclic garbage collector inside the block: it would visit all records often and find no cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @stop_garbage_collector()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import WorkerError
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.servers.answer_pairs import Answer
 from dcpbench.servers.answers import BROKEN_OFF, is_refusal
 from dcpbench.servers.client import RequestError, WholeOkReply
@@ -116,7 +117,7 @@ def parse_answer(choice: Choice) -> Answer:
     """
     try:
         given = msgspec.json.decode(choice.logprobs, type=Logprobs | None) or Logprobs()
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except UNREADABLE as e:
         bad = BadStream(fault=Fault.NOT_A_COMPLETION, detail=fit_line(str(e)), quote="log-probabilities")
         raise StreamError(bad) from e
     logprobs: Sequence[float | None]

@@ -20,8 +20,6 @@ import time
 import urllib.parse
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from dcpbench.errors import UsageError
 from dcpbench.points import redaction
 from dcpbench.servers.descriptors import OPEN_FILES, SHORTAGE, format_shortage
@@ -550,11 +548,10 @@ class Client:
         await self.send_request(self.target.encode_request("GET", path), reply, timeout_s)
         return reply
 
-    async def post(self, path: str, body: object = None, timeout_s: float | None = None) -> WholeReply:
-        """Return the answer to a POST of JSON, like `get`."""
+    async def post(self, path: str, timeout_s: float | None = None) -> WholeReply:
+        """Return the answer to a POST without a body, like `get`."""
         reply = WholeReply()
-        data = b"" if body is None else msgspec.json.encode(body)
-        await self.send_request(self.target.encode_request("POST", path, data), reply, timeout_s)
+        await self.send_request(self.target.encode_request("POST", path), reply, timeout_s)
         return reply
 
     async def send_request(self, request: bytes, reply: Reply, timeout_s: float | None = None) -> None:

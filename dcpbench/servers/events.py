@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.points.redaction import redact_part
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.show.text import fit_line
 
 if TYPE_CHECKING:
@@ -274,7 +275,7 @@ def read_completion(data: bytes) -> Completion:
     """Parse an event or a whole answer. Raise StreamError if it is invalid, or if it reports an error."""
     try:
         found = _completion.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except UNREADABLE as e:
         bad = BadStream(fault=Fault.NOT_A_COMPLETION, detail=fit_line(str(e)), quote=_format_quote(data))
         raise StreamError(bad) from e
     if found.error is not NULL and bytes(found.error) != b"null":
@@ -288,7 +289,7 @@ def read_error_message(data: bytes) -> str:
     """Return the error message in a body, where OpenAI's API and FastAPI put it, else its beginning; without secrets."""
     try:
         found = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return _format_quote(data)
     for name in ("error", "detail", "message"):
         if isinstance(found, dict) and name in found:

@@ -17,7 +17,7 @@ CONFIDENCE = 0.95
 
 
 @functools.cache
-def compute_upper_bound(count: int, total: int, confidence: float = CONFIDENCE) -> float:
+def compute_upper_bound(count: int, total: int) -> float:
     """Return the upper one-sided Clopper-Pearson bound of a share; 1 without any observation."""
     if count >= total:
         return 1.0
@@ -25,7 +25,7 @@ def compute_upper_bound(count: int, total: int, confidence: float = CONFIDENCE) 
     for _ in range(60):
         middle = (low + high) / 2
         below = 1 - compute_tail(count + 1, total, middle)  # probability of at most `count`
-        low, high = (middle, high) if below > 1 - confidence else (low, middle)
+        low, high = (middle, high) if below > 1 - CONFIDENCE else (low, middle)
     return high
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.points.names import OPENAI, SGLANG, VLLM
+from dcpbench.records.lines import decode_or_none
 from dcpbench.records.record import format_server_origin
 from dcpbench.servers import draft_counters
 from dcpbench.servers.client import KEY_ERRORS, KEY_HINT, MAX_BODY, NO_ENDPOINT, OK, RequestError, make_status_error
@@ -191,7 +192,7 @@ async def _fetch_models(client: Client, retries: int) -> tuple[Card, ...]:
             return b""
         raise make_status_error(answer.status, answer.headers, answer.data)
 
-    models = _decode_json(await retry_while_busy(send_request, retries), _Models)
+    models = decode_or_none(await retry_while_busy(send_request, retries), _Models)
     cards = models.data[:MAX_MODELS] if models else ()
     return tuple(
         Card(card.id, _read_length(card.max_model_len))
@@ -304,11 +305,4 @@ def _format_fact(value: object) -> str:
 async def _fetch_json(client: Client, path: str, until_s: float) -> dict[str, Any]:
     """Return an object that a server reports about itself; empty if it does not."""
     data = await _fetch_body(client, path, until_s)
-    return _decode_json(data, dict[str, Any]) or {} if data is not None else {}
-
-
-def _decode_json(data: bytes, kind: Any) -> Any:  # noqa: ANN401 -- as msgspec has it
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+    return decode_or_none(data, dict[str, Any]) or {} if data is not None else {}

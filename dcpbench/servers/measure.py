@@ -267,13 +267,6 @@ def list_point_progress(points: Sequence[Point], watch: Callable[[Progress], Non
 
 
 @dataclasses.dataclass
-class ServedLoad:
-    """Results of all requests of a point; input of compute_serve_metrics."""
-
-    samples: list[RequestResult]
-
-
-@dataclasses.dataclass
 class _LoadState:
     """State of a sent load at its end, for any outcome."""
 
@@ -514,7 +507,7 @@ def _make_record(point: Point, server: MeasuredServer, sent: _LoadState, *, fail
     try:
         name = write_samples(server.folder, point, make_rows(samples))
         metrics = compute_serve_metrics(
-            ServedLoad(samples),
+            samples,
             gpus=point.tp,
             concurrency=point.clients,
             slo=server.settings.slo,

@@ -162,7 +162,6 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         settings: Mapping[str, str],
         model: str,
         port: int,
-        host: str = "127.0.0.1",
         *,
         nnodes: int = 1,
         traces: str = "",
@@ -176,7 +175,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         exchange = point.exchange if point.exchange not in (NO_EXCHANGE, UNKNOWN) else ""
         known = {
             "model": model,
-            "host": host,
+            "host": "127.0.0.1",
             "port": port,
             **{name: getattr(point, name) or 1 for name in DEGREES},
             **{name: getattr(point, name) for name in OUTER_DEGREES},

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import WorkerError
+from dcpbench.records.lines import decode_or_none
 from dcpbench.servers.answer_pairs import ScoredPrompt
 from dcpbench.servers.answers import is_refusal
 from dcpbench.servers.client import NO_ENDPOINT, RequestError, WholeOkReply
@@ -108,21 +109,16 @@ class PromptScorer:
 
 def parse_vllm_reply(data: bytes, prompt: np.ndarray) -> list[float]:
     """Return the log-probabilities of the tokens after the first; empty if one of them is missing."""
-    try:
-        choices = msgspec.json.decode(data, type=VllmReply).choices
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return []
-    entries = (choices[0].prompt_logprobs or [])[1:] if choices else []
-    found = [(entry or {}).get(str(token), {}) for entry, token in zip(entries, prompt[1:].tolist(), strict=False)]
-    return _keep_complete([one.get("logprob") for one in found], len(prompt))
+    found = decode_or_none(data, VllmReply)
+    entries = (found.choices[0].prompt_logprobs or [])[1:] if found and found.choices else []
+    tokens = [(entry or {}).get(str(token), {}) for entry, token in zip(entries, prompt[1:].tolist(), strict=False)]
+    return _keep_complete([one.get("logprob") for one in tokens], len(prompt))
 
 
 def parse_sglang_reply(data: bytes, prompt: np.ndarray) -> list[float]:
     """Return the log-probabilities of the tokens after the first; empty if one of them is missing."""
-    try:
-        entries = (msgspec.json.decode(data, type=SglangReply).meta_info.input_token_logprobs or [])[1:]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return []
+    found = decode_or_none(data, SglangReply)
+    entries = (found.meta_info.input_token_logprobs or [])[1:] if found else []
     if [entry[1:2] for entry in entries] != [[token] for token in prompt[1:].tolist()]:
         return []
     return _keep_complete([entry[0] for entry in entries], len(prompt))

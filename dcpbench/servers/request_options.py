@@ -18,40 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token of RFC 9110
-OWN_HEADERS = frozenset(
-    [
-        "host",
-        "accept-encoding",
-        "connection",
-        "content-length",
-        "content-type",
-        "transfer-encoding",
-        "te",
-        "trailer",
-        "upgrade",
-        "expect",
-    ]
-)  # dcpbench writes these, or its reader depends on them
-OWN_FIELDS = frozenset(
-    [
-        "model",
-        "prompt",
-        "messages",
-        "stream",
-        "stream_options",
-        "max_tokens",
-        "max_completion_tokens",
-        "n",
-        "best_of",
-        "echo",
-        "suffix",
-        "ignore_eos",
-        "min_tokens",
-        "stop",
-        "stop_token_ids",
-        "return_token_ids",
-    ]
-)  # dcpbench writes these, or measures something else with them
+_HEADERS = """
+    host accept-encoding connection content-length content-type transfer-encoding te trailer upgrade expect
+"""
+OWN_HEADERS = frozenset(_HEADERS.split())  # dcpbench writes these, or its reader depends on them
+_FIELDS = """
+    model prompt messages stream stream_options max_tokens max_completion_tokens n best_of echo suffix ignore_eos min_tokens stop
+    stop_token_ids return_token_ids
+"""
+OWN_FIELDS = frozenset(_FIELDS.split())  # dcpbench writes these, or measures something else with them
 GREEDY_FIELDS = frozenset(
     ["temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "top_logprobs"]
 )  # for comparing answers

@@ -229,7 +229,9 @@ def _replay(
     scheduler = make_scheduler(sides[on[CAPACITY]].config)
     scheduler.fixed_hits = hits
     found = replay_requests(requests, scheduler, point.clients, timed.times, limit_s, timed.loop)
-    serve = compute_serve_metrics(found.traffic, gpus=point.gpus, concurrency=point.clients, slo={}, steps=found.counts)
+    serve = compute_serve_metrics(
+        found.traffic.samples, gpus=point.gpus, concurrency=point.clients, slo={}, steps=found.counts
+    )
     return _Replayed(serve, {s.request.number: s.cached or 0 for s in found.traffic.samples})
 
 

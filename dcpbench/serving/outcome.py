@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
 from dcpbench.points.batches import GRAPH_BATCHES
@@ -12,7 +12,7 @@ from dcpbench.records.record import ServeMetrics, SpeculationMetrics, TurnMetric
 from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from dcpbench.points.speculation import Speculation
     from dcpbench.records.record import InstanceMetrics, StageMetrics
@@ -25,12 +25,6 @@ FINISHED, REJECTED, CANCELLED, FAILED = OUTCOMES = ("finished", "rejected", "can
 server did not answer it to its end.
 """
 REQUESTS_FAILED = "requests_failed"  # warning of a point with failed requests
-
-
-class Sampled(Protocol):
-    """A run of requests, such as Traffic."""
-
-    samples: list[RequestResult]
 
 
 @dataclasses.dataclass(slots=True)
@@ -134,7 +128,7 @@ def make_rows(samples: Iterable[RequestResult]) -> list[Row]:
 
 
 def compute_serve_metrics(
-    traffic: Sampled,
+    samples: Sequence[RequestResult],
     *,
     gpus: int,
     concurrency: int | None,
@@ -149,7 +143,7 @@ def compute_serve_metrics(
     interrupted: bool = False,
     limit_s: float | None = None,
 ) -> ServeMetrics:
-    """Return the metrics of a run that has ended, by itself or by `Traffic.stop`; definitions in formulas.py.
+    """Return the metrics of the requests of a run that has ended, by itself or by `Traffic.stop`; definitions in formulas.py.
 
     Latencies, goodput and request rate are those of finished requests, and null if none finished. Token rates count
     every received token, including those of requests that were cut off. `concurrency` is the target of a closed loop;
@@ -162,8 +156,8 @@ def compute_serve_metrics(
     import numpy as np
 
     objectives = formulas.validate_objectives(slo)
-    by_outcome = {outcome: [s for s in traffic.samples if get_outcome(s) == outcome] for outcome in OUTCOMES}
-    served = [s for s in traffic.samples if s.token_s]
+    by_outcome = {outcome: [s for s in samples if get_outcome(s) == outcome] for outcome in OUTCOMES}
+    served = [s for s in samples if s.token_s]
     if not served:
         raise UsageError(_explain_no_tokens(by_outcome, interrupted=interrupted, limit_s=limit_s))
     times = [formulas.RequestTimes(s.submitted_s, s.token_s, finished=s.is_finished) for s in served]
@@ -176,7 +170,7 @@ def compute_serve_metrics(
     done = [t for t in times if t.finished]
     tpot_ms = formulas.summarize_latencies([v for t in done if (v := formulas.compute_tpot_ms(t)) is not None])
     itl_ms = formulas.summarize_latencies(np.concatenate([np.empty(0), *map(formulas.compute_itl_ms, done)]))
-    sequences = [s.sequence for s in traffic.samples if s.sequence is not None]
+    sequences = [s.sequence for s in samples if s.sequence is not None]
     return ServeMetrics(
         ttft_ms=formulas.summarize_latencies([formulas.compute_ttft_ms(t) for t in done]),
         itl_ms=itl_ms,
@@ -193,7 +187,7 @@ def compute_serve_metrics(
         slo_ms=objectives,
         request_goodput=formulas.compute_goodput(times, objectives) if slo else None,
         wall_s=wall,
-        submitted=len(traffic.samples),
+        submitted=len(samples),
         finished=len(done),
         rejected=len(by_outcome[REJECTED]),
         cancelled=len(by_outcome[CANCELLED]),

@@ -268,7 +268,7 @@ def replay_point(
 
     def compute_metrics(found: ReplayResult, stages: StageMetrics | None, file: str = "") -> ServeMetrics:
         return compute_serve_metrics(
-            found.traffic,
+            found.traffic.samples,
             gpus=point.gpus,
             concurrency=point.clients,
             slo=settings.slo,

@@ -15,6 +15,7 @@ import msgspec
 
 from dcpbench.errors import ExitCode, UsageError
 from dcpbench.records.disks import make_output_error
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.show import ci, streams
 from dcpbench.show.terminal import ProgressLine, print_stderr
 from dcpbench.show.text import format_count, make_printable
@@ -239,7 +240,7 @@ def _read_side(side: str, gate: Gate, output: Path | None, step_range: str | Non
 def _read_report(path: Path) -> Report:
     try:
         report = msgspec.json.decode(path.read_bytes(), type=Report)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as e:
+    except (OSError, *UNREADABLE) as e:
         raise UsageError(
             f"{path} is no report of dcpbench syncs ({e}); write one with `dcpbench syncs scan TRACE --format json -o FILE`."
         ) from e

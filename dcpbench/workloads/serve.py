@@ -211,7 +211,7 @@ def _compute_metrics(
     if is_first():
         name = write_samples(folder, point, outcome.make_rows(loop.traffic.samples))
     return outcome.compute_serve_metrics(
-        loop.traffic,
+        loop.traffic.samples,
         gpus=point.tp,
         concurrency=point.clients,
         slo=settings.slo,

@@ -167,11 +167,11 @@ def gather_slowest(mine: list[list[float]]) -> list[list[float]]:
     return [[max(times) for times in zip(*case, strict=True)] for case in zip(*ranks, strict=True)]
 
 
-def has_enough_samples(samples: Sequence[float], on_its_way: int = 1) -> bool:
-    """Return True if a case needs no further step in addition to those in flight."""
+def has_enough_samples(samples: Sequence[float]) -> bool:
+    """Return True if a case needs no further step in addition to the one in flight."""
     if not samples:
         return False
-    median, count = statistics.median(samples), len(samples) + on_its_way
+    median, count = statistics.median(samples), len(samples) + 1
     if count < (MIN_SLOW_SAMPLES if median > SLOW_MS else MIN_SAMPLES):
         return False
     calm = max(samples) - min(samples) <= SPREAD * median

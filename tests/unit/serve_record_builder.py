@@ -69,7 +69,7 @@ def metrics(point: Point, pages: int = 1000, until_s: float = float("inf"), fast
         chunk=served.chunk // layout.dp,
     )
     return compute_serve_metrics(
-        traffic, gpus=point.tp, concurrency=traffic.concurrency, slo=SLO, steps=steps, idle_fraction=0.012
+        traffic.samples, gpus=point.tp, concurrency=traffic.concurrency, slo=SLO, steps=steps, idle_fraction=0.012
     )
 
 

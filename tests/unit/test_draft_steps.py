@@ -62,7 +62,7 @@ class TestReplay:
         found = replay_requests([request(n, 3, 20) for n in range(40)], Scheduler(setup), 2, Fixed())  # type: ignore[arg-type]
         drafts = found.counts.summarize_speculation(DRAFTS)
         serve = compute_serve_metrics(
-            found.traffic, gpus=1, concurrency=2, slo={}, steps=found.counts, speculation=drafts
+            found.traffic.samples, gpus=1, concurrency=2, slo={}, steps=found.counts, speculation=drafts
         )
         assert drafts is not None
         assert drafts.steps == sum(found.counts.accepted)

@@ -84,7 +84,7 @@ def split_gain(requests: list[ServeRequest], baseline: Side, layout: Side, clien
 def replay_alone(requests: list[ServeRequest], one_side: Side, clients: int | None = 8) -> Any:
     """Replay the load by itself, as `serve --mode replay` does."""
     found = replay_requests(requests, make_scheduler(one_side.config), clients, one_side.times)
-    return compute_serve_metrics(found.traffic, gpus=4, concurrency=clients, slo={}, steps=found.counts)
+    return compute_serve_metrics(found.traffic.samples, gpus=4, concurrency=clients, slo={}, steps=found.counts)
 
 
 def get_parts(found: GainSplit) -> dict[tuple[str, ...], float]:

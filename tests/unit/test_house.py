@@ -296,7 +296,7 @@ MUTABLE = {  # dataclasses and structs that are built step by step, or so often 
     "reports.plots": "FigureWriter",
     "reports.sections": "Section",
     "servers.load": "Outcome Pace",
-    "servers.measure": "ServedLoad _LoadState",
+    "servers.measure": "_LoadState",
     "servers.step_points": "_Measured",
     "serving.outcome": "StepCounts",
     "serving.replay": "_Instance",

@@ -131,7 +131,9 @@ class RandomLoad:
         )  # fmt: skip
         requests = make_point_requests(point, Settings(), 1000)
         found = replay_requests(requests, Scheduler(config), point.clients, self.engine)  # type: ignore[arg-type]
-        serve = compute_serve_metrics(found.traffic, gpus=4, concurrency=point.clients, slo={}, steps=found.counts)
+        serve = compute_serve_metrics(
+            found.traffic.samples, gpus=4, concurrency=point.clients, slo={}, steps=found.counts
+        )
         return Record(point=point, outcome="ok", serve=serve)
 
     def holds(self, load: float) -> bool:

@@ -264,7 +264,7 @@ class TestWithStepTimes:
         setup = config(pages=1200, page_size=64, dcp=4, max_requests=48, chunk=8192, max_context=5500)
         requests = [request(i, [i % 100] * 4000, 60) for i in range(48)]
         found = replay_requests(requests, Scheduler(setup), 48, step_times(EXTENT))
-        metrics = compute_serve_metrics(found.traffic, gpus=4, concurrency=48, slo={}, steps=found.counts)
+        metrics = compute_serve_metrics(found.traffic.samples, gpus=4, concurrency=48, slo={}, steps=found.counts)
         assert metrics.finished == 48
         assert metrics.itl_ms.p50 == pytest.approx(126, rel=0.02)
 

@@ -77,7 +77,7 @@ class Engine:
 
 def served(requests: list[ServeRequest], setup: SchedulerConfig, clients: int | None, times: StepTimes) -> ServeMetrics:
     found = replay_requests(requests, Scheduler(setup), clients, times)
-    return compute_serve_metrics(found.traffic, gpus=4, concurrency=clients, slo={}, steps=found.counts)
+    return compute_serve_metrics(found.traffic.samples, gpus=4, concurrency=clients, slo={}, steps=found.counts)
 
 
 def requests(count: int, sigma: float = 0.0, shared: int = 0, rate: float | None = None) -> list[ServeRequest]:

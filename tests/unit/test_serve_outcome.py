@@ -48,7 +48,7 @@ def compute_metrics(run: tuple[Traffic, StepCounts], **changes: object) -> Serve
     """Return the metrics of a run on tp4 without objectives."""
     traffic, steps = run
     plain = {"gpus": 4, "concurrency": traffic.concurrency, "slo": {}, "steps": steps}
-    return compute_serve_metrics(traffic, **(plain | changes))  # type: ignore[arg-type]
+    return compute_serve_metrics(traffic.samples, **(plain | changes))  # type: ignore[arg-type]
 
 
 class TestMetrics:

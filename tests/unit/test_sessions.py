@@ -114,7 +114,7 @@ class TestCache:
 
     def test_cached_tokens_are_part_of_the_prompt_tokens(self) -> None:
         traffic = replay(make_load(requests=40), 4)
-        metrics = compute_serve_metrics(traffic, gpus=1, concurrency=4, slo={}, steps=StepCounts())
+        metrics = compute_serve_metrics(traffic.samples, gpus=1, concurrency=4, slo={}, steps=StepCounts())
         assert metrics.finished == 40
         assert metrics.preemptions == 0
         assert metrics.cached_tokens == sum(get_cached_tokens(traffic).values())
@@ -248,7 +248,7 @@ def test_metrics_and_table_have_the_cached_tokens_of_each_turn() -> None:
     """
     load = make_load(turns="3", input_tokens="20", output_tokens="20")
     traffic, counts = virtually(make_requests(load, VOCAB), concurrency=2, pages=2000)
-    found = compute_serve_metrics(traffic, gpus=1, concurrency=2, slo={}, steps=counts)
+    found = compute_serve_metrics(traffic.samples, gpus=1, concurrency=2, slo={}, steps=counts)
     assert [(t.turn, t.requests, t.input_tokens, t.cached_tokens) for t in found.turns] == [
         (1, 4, 80, 0),
         (2, 4, 240, 128),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from dcpbench.kernels.attention import AttentionSpec, Shards
+    from dcpbench.kernels.attention import AttentionSpec, DecodeSpec, Shards
 
 
 def compute_mla_decode(
@@ -24,13 +24,13 @@ def compute_mla_decode(
     return torch.softmax(scores_HK, dim=-1) @ rows_KQ[:, :latent], torch.logsumexp(scores_HK, dim=-1)
 
 
-class ReferenceBackend:
-    """Loops over requests; computes in fp32 (fp64 for fp64 input). For CPU runs and comparisons, not for timing."""
+class RequestLoop:
+    """Find the KV pages of each request, for backends that loop over requests. For CPU runs and comparisons, not for timing."""
 
     tables = None
     rounds: tuple[str, ...] = ()
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: DecodeSpec) -> None:
         self.spec = spec
         self.shards: list[tuple[torch.Tensor, int]] = []
 
@@ -43,6 +43,12 @@ class ReferenceBackend:
             (torch.as_tensor(pages, dtype=torch.int64).to(self.spec.device), length)
             for pages, length in zip(shards.repeat_pages(), shards.lengths, strict=True)
         ]
+
+
+class ReferenceBackend(RequestLoop):
+    """Computes in fp32 (fp64 for fp64 input)."""
+
+    spec: AttentionSpec
 
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """Implement Backend.run."""

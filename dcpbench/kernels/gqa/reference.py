@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dcpbench.kernels.attention.reference import RequestLoop
 from dcpbench.kernels.gqa import split_rows
 
 if TYPE_CHECKING:
-    from dcpbench.kernels.attention import Shards
     from dcpbench.kernels.gqa import GqaSpec
 
 
@@ -29,25 +29,10 @@ def compute_gqa_decode(
     return torch.einsum("hk,khx->hx", torch.softmax(scores_HK, dim=-1), v_KHX), torch.logsumexp(scores_HK, dim=-1)
 
 
-class ReferenceGqa:
-    """Loops over requests; computes in fp32 (fp64 for fp64 input). For CPU runs and comparisons, not for timing."""
+class ReferenceGqa(RequestLoop):
+    """Computes in fp32 (fp64 for fp64 input)."""
 
-    tables = None
-    rounds: tuple[str, ...] = ()
-
-    def __init__(self, spec: GqaSpec) -> None:
-        self.spec = spec
-        self.shards: list[tuple[torch.Tensor, int]] = []
-
-    def plan_on_device(self) -> None:
-        """Implement Backend.plan_on_device. `plan` does the work."""
-
-    def plan(self, shards: Shards) -> None:
-        """Implement Backend.plan."""
-        self.shards = [
-            (torch.as_tensor(pages, dtype=torch.int64).to(self.spec.device), length)
-            for pages, length in zip(shards.repeat_pages(), shards.lengths, strict=True)
-        ]
+    spec: GqaSpec
 
     def run(self, q_BHX: torch.Tensor, kv: torch.Tensor, o_BHX: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """Implement Backend.run."""

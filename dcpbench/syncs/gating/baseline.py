@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from dcpbench.errors import UsageError
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.show.text import make_printable
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def read_baseline(path: Path, detector: Detector = "scan") -> Baseline:
         raise UsageError(f"There is no baseline {path}: write one with `{_format_command(path, detector)}`.") from e
     except OSError as e:
         raise UsageError(f"The baseline {path} cannot be read ({e.strerror}).") from e
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except UNREADABLE as e:
         written = COMMANDS[detector].format(path="FILE", force="")
         raise UsageError(f"{path} is no baseline ({e}); give a file that `{written}` has written.") from e
     if baseline.baseline_version != VERSION:

@@ -17,9 +17,10 @@ import msgspec
 import numpy as np
 
 from dcpbench.errors import TraceError
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.syncs.nsys import schema
 from dcpbench.syncs.nsys.schema import ABSENT, BLOCK_ROWS
-from dcpbench.syncs.traces.reading import MAX_EVENT_BYTES, NOT_JSON, read_chunks
+from dcpbench.syncs.traces.reading import MAX_EVENT_BYTES, read_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -154,12 +155,12 @@ class JsonLinesExport:
     def _decode(self, text: bytes) -> list[_Line]:
         try:
             return _DECODER.decode_lines(text)
-        except NOT_JSON:
+        except UNREADABLE:
             found = []
             for line in text.splitlines():
                 try:
                     found += [_DECODER.decode(line)] if line.strip() else []
-                except NOT_JSON:
+                except UNREADABLE:
                     self.problems.unreadable_events += 1
             return found
 
@@ -230,7 +231,7 @@ class JsonLinesExport:
 def _is_json(text: bytes) -> bool:
     try:
         msgspec.json.decode(text, type=msgspec.Raw)
-    except NOT_JSON:
+    except UNREADABLE:
         return False
     return True
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dcpbench.errors import TraceError
+from dcpbench.records.garbage_collection import stop_garbage_collector
 from dcpbench.syncs.nsys import parquet_export, schema, sqlite_export
 from dcpbench.syncs.nsys.backtraces import format_samples, read_chains, read_sample
 from dcpbench.syncs.nsys.json_lines_export import HEAD, JsonLinesExport
@@ -21,7 +22,7 @@ from dcpbench.syncs.nsys.parquet_export import ParquetExport
 from dcpbench.syncs.nsys.schema import ABSENT
 from dcpbench.syncs.nsys.sqlite_export import SqliteExport
 from dcpbench.syncs.traces.blocking import SYNCHRONISE, get_wait_kind
-from dcpbench.syncs.traces.columns import NONE, Columns, pause_garbage_collector
+from dcpbench.syncs.traces.columns import NONE, Columns
 from dcpbench.syncs.traces.intervals import find_containing, match_keys
 from dcpbench.syncs.traces.other_formats import GZIP_MAGIC, explain_database
 from dcpbench.syncs.traces.reading import ReadProblems, read_chunks
@@ -67,7 +68,7 @@ def read_export(path: Path, progress: Callable[[int], None] | None = None) -> li
     """
     problems = ReadProblems()
     try:
-        with pause_garbage_collector(), contextlib.ExitStack() as opened:
+        with stop_garbage_collector(), contextlib.ExitStack() as opened:
             found = _Reader(_open(path, problems, progress, opened), problems, progress).read()
     except OSError as e:
         raise TraceError(f"{path} cannot be read: {e.strerror or e}") from None

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import gc
 import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from dcpbench.records.garbage_collection import stop_garbage_collector
 from dcpbench.syncs.traces.coverage import STEP, is_one_bit_off
 from dcpbench.syncs.traces.reading import Args, Event, ReadProblems
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
@@ -318,24 +317,12 @@ def _find_repeats(table: Table) -> NDArray[Any]:
     return repeats
 
 
-@contextlib.contextmanager
-def pause_garbage_collector() -> Iterator[None]:
-    """Turn the garbage collector off while rows are read: they hold no cycles, and it would visit each of them again."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
-
-
 def read_columns(
     blocks: Iterable[list[Event]], problems: ReadProblems, progress: Callable[[int], None] | None = None
 ) -> Columns:
     """Read all blocks."""
     columns = Columns(problems)
-    with pause_garbage_collector():
+    with stop_garbage_collector():
         for events in blocks:
             columns.add_events(events)
             if progress:

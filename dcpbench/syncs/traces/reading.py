@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from dcpbench.errors import TraceError
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.syncs.trace_ranks import parse_file_name
 from dcpbench.syncs.traces.other_formats import GZIP_MAGIC, HEAD_BYTES, explain_other_format
 
@@ -69,7 +70,6 @@ _DECODER = msgspec.json.Decoder(list[Event])
 _ONE = msgspec.json.Decoder(Event)
 _RAW = msgspec.json.Decoder(list[msgspec.Raw])
 _KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # exceptions for no JSON, no UTF-8, deep nesting
 _BLANK = b"\xef\xbb\xbf \t\r\n"
 _HAS_EVENTS = re.compile(rb'"ph"\s*:\s*"[A-Z]"[^{}]*"cat"\s*:|"cat"\s*:[^{}]*"ph"\s*:\s*"[A-Z]"')
 _A_PHASE = re.compile(rb'"ph"\s*:')
@@ -141,7 +141,7 @@ def _find_array_end(text: bytearray) -> int:
     for _ in range(MAX_TRAILING_COMMAS):
         try:
             _RAW.decode(text)
-        except NOT_JSON as e:
+        except UNREADABLE as e:
             ended, comma = _ENDED.search(str(e)), _COMMA.search(str(e))
         else:
             return len(text)
@@ -161,7 +161,7 @@ def _read_object_keys(text: bytes) -> tuple[Iterable[str] | None, bytes]:
     """
     try:
         return _KEYS.decode(text), b""
-    except NOT_JSON as e:
+    except UNREADABLE as e:
         ended = _ENDED.search(str(e))
         if not ended:
             return (() if CUT in str(e) else None), b""
@@ -184,7 +184,7 @@ def is_other_json(path: Path) -> bool:
                 if events.search(text) or len(text) > MAX_EVENT_BYTES:
                     return False
         whole = msgspec.json.decode(text)
-    except (OSError, TraceError, *NOT_JSON):
+    except (OSError, TraceError, *UNREADABLE):
         return False
     # Traces of some tools are a list alone, which may be empty; what has events under another key is a damaged one.
     return whole != [] and not problems.truncated and not _HAS_EVENTS.search(text)
@@ -381,18 +381,18 @@ class TraceReader:
         """Return the events of a complete array and count those of wrong types; None if the text is no array."""
         try:
             return _DECODER.decode(text)
-        except NOT_JSON as error:
+        except UNREADABLE as error:
             if not isinstance(error, msgspec.ValidationError):
                 return None
         try:
             parts = _RAW.decode(text)
-        except NOT_JSON:
+        except UNREADABLE:
             return None
         events = []
         for part in parts:
             try:
                 events.append(_ONE.decode(part))
-            except NOT_JSON:
+            except UNREADABLE:
                 self.problems.unreadable_events += 1
         return events
 
@@ -448,7 +448,7 @@ class TraceReader:
         except msgspec.ValidationError:
             self.problems.unreadable_events += 1
             return Event()
-        except NOT_JSON:
+        except UNREADABLE:
             return None
 
 
