@@ -7,7 +7,6 @@ GAINS_FILE, so that reports do not replay anything.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -44,7 +43,6 @@ class RunGain(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the gain of one load by cause, or why it could not be split."""
 
     key: str  # of the point with DCP
-    baseline_key: str
     split: GainSplit | None = None
     reason: str = ""
 
@@ -118,12 +116,11 @@ def _get_output(record: Record) -> float:
 
 def _leave_out(pair: _Pair) -> RunGain:
     reason = f"its replays have about {pair.steps:,} steps, and those of all splits of a run at most {MAX_STEPS:,}."
-    return RunGain(key=pair.record.point.get_key(), baseline_key=pair.baseline.point.get_key(), reason=reason)
+    return RunGain(key=pair.record.point.get_key(), reason=reason)
 
 
 def _split_pair(folder: Path, pair: _Pair) -> RunGain:
     point, baseline = pair.record.point, pair.baseline.point
-    make = functools.partial(RunGain, key=point.get_key(), baseline_key=baseline.get_key())
     try:
         settings = msgspec.convert(pair.record.measured_with, Settings)
         sides = {one.point.layout_name: _make_side(folder, one) for one in (pair.record, pair.baseline)}
@@ -132,9 +129,9 @@ def _split_pair(folder: Path, pair: _Pair) -> RunGain:
         limit_s = math.inf if settings.limit_seconds is None else settings.limit_seconds
         split = gain_split.split_gain(point, baseline, requests, sides, limit_s)
         _check_outputs(split, pair)
-        return make(split=split)
+        return RunGain(key=point.get_key(), split=split)
     except (DcpbenchError, msgspec.ValidationError) as e:
-        return make(reason=str(e))
+        return RunGain(key=point.get_key(), reason=str(e))
 
 
 def _make_side(folder: Path, record: Record) -> Side:
