@@ -172,17 +172,24 @@ class TestAiperf:
         assert rows[0].token_s == pytest.approx([0.5, 0.53, 0.561, 0.6])
 
     def test_requests_without_a_summary_have_no_model_and_load(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "profile_export.jsonl", line(BEGIN_NS, [30.0]), line(BEGIN_NS + 1, [31.0]))
+        later = line(BEGIN_NS + 9_000_000_000, [31.0])
+        path = write(tmp_path / "profile_export.jsonl", line(BEGIN_NS, [30.0]), line(BEGIN_NS + 1, [31.0]), later)
         with pytest.raises(UsageError, match="names no model; add --model NAME"):
             imported(tmp_path, "aiperf", path)
         (record,) = imported(tmp_path, "aiperf", path, model="m")
-        assert record.point.settings == "load=unknown"
+        assert (record.point.settings, record.point.concurrency) == ("load=unknown", 2), "two of three overlap"
 
     @pytest.mark.parametrize(
         ("load", "given", "wanted"),
         [
             ({"request_rate": 2.0}, {}, ("gamma", 2.0, 1.0, "")),
             ({"request_rate": 2.0, "request_rate_mode": "constant"}, {}, ("gamma", 2.0, 1e6, "")),
+            ({"request_rate": 2.0, "arrival_pattern": "constant"}, {}, ("gamma", 2.0, 1e6, "")),
+            (
+                {"request_rate": 2.0, "arrival_pattern": "gamma", "arrival_smoothness": 0.5},
+                {},
+                ("gamma", 2.0, 0.5, ""),
+            ),
             ({}, {"fixed_schedule": True, "file": "/data/chat.jsonl"}, ("trace", None, 1.0, "chat.jsonl")),
         ],
     )
@@ -194,6 +201,43 @@ class TestAiperf:
         found = record.point.load
         assert found is not None
         assert (found.arrival, found.request_rate, found.burstiness, found.trace) == wanted
+
+    @pytest.mark.parametrize(
+        ("phase", "wanted"),
+        [
+            ({"type": "concurrency", "concurrency": 32}, ("closed", None, 1.0, "", 32)),
+            ({"type": "concurrency"}, ("closed", None, 1.0, "", 1)),
+            ({"type": "poisson", "rate": 2.0, "concurrency": 3}, ("gamma", 2.0, 1.0, "", 3)),
+            ({"type": "gamma", "rate": 2.0, "smoothness": 0.5}, ("gamma", 2.0, 0.5, "", 4)),
+            ({"type": "constant", "rate": 2.0}, ("gamma", 2.0, 1e6, "", 4)),
+            ({"type": "fixed_schedule"}, ("trace", None, 1.0, "chat.jsonl", 4)),
+        ],
+    )
+    def test_load_and_model_are_read_from_phases(
+        self, tmp_path: Path, phase: dict[str, Any], wanted: tuple[object, ...]
+    ) -> None:
+        """Later versions list phases. The first one warms up. Without a concurrency all 4 requests may be in flight."""
+        config = {
+            "models": {"items": [{"name": "org/model"}]},
+            "endpoint": {"urls": ["http://localhost:8000"]},
+            "datasets": [{"path": "/data/chat.jsonl"}],
+            "phases": [{"name": "warmup", "type": "concurrency", "concurrency": 9}, {"name": "profiling", **phase}],
+        }
+        (record,) = imported(tmp_path, "aiperf", write(tmp_path / "a.json", aiperf(input_config=config)))
+        point, found = record.point, record.point.load
+        assert found is not None
+        assert (found.arrival, found.request_rate, found.burstiness, found.trace, point.concurrency) == wanted
+        assert (point.model, record.detail["url"]) == ("org/model", "http://localhost:8000")
+
+    def test_summary_with_an_unknown_concurrency_is_refused(self, tmp_path: Path) -> None:
+        """The number of requests is not the number of clients. Users at a common rate have neither."""
+        path = write(tmp_path / "a.json", aiperf({}))
+        with pytest.raises(RecordsError, match=r"neither a concurrency nor a request rate .*; add the profile_export"):
+            imported(tmp_path, "aiperf", path)
+        phases = [{"name": "profiling", "type": "user_centric", "rate": 2.0, "users": 3}]
+        path = write(tmp_path / "a.json", aiperf(input_config={"phases": phases}))
+        with pytest.raises(RecordsError, match="phase of type user_centric has neither one concurrency nor one rate"):
+            imported(tmp_path, "aiperf", path)
 
     def test_time_in_an_unknown_unit_is_refused(self, tmp_path: Path) -> None:
         path = write(tmp_path / "profile_export_aiperf.json", aiperf(request_latency=stat("ticks", 300.0)))
