@@ -86,9 +86,10 @@ def _summarize_requests(result: Result, details: Details) -> Result:
     done, starts = details.list_finished(), details.start_times
     wall = result.duration_s
     if starts is not None:
-        wall = max(starts[i] + details.compute_latency(i) for i in done) - min(starts[i] for i in done)
-    streamed = any(details.ttfts[i] > 0 for i in done)
+        wall = max(starts[i] + details.compute_latency(i) for i in done) - min(starts)
     several = [i for i in done if details.output_lens[i] > 1]
+    decoded = not several or any(details.compute_latency(i) > details.ttfts[i] for i in several)
+    streamed = decoded and any(details.ttfts[i] > 0 for i in done)
     tpot = [(details.compute_latency(i) - details.ttfts[i]) / (details.output_lens[i] - 1) * 1e3 for i in several]
     samples = {
         "ttft": [details.ttfts[i] * 1e3 for i in done] if streamed else [],
