@@ -37,8 +37,19 @@ NO_TIME = Rule(
     "without a duration",
     lambda m: m.record.serve is not None and not (m.record.serve.wall_s or 0) > 0,
 )
+NO_SUMS = Rule(
+    "without the number of tokens in their duration",
+    lambda m: m.record.serve is not None and None in (m.record.serve.input_tokens, m.record.serve.output_tokens),
+)
 SEVERAL = Rule("with several instances, of which a file has no number", lambda m: bool(m.record.point.disaggregate))
-CARRIES = (DID_NOT_RUN, DECODE_STEPS, SEVERAL, NO_TIME, NOT_KNOWN)  # rules for points that neither file can represent
+CARRIES = (
+    DID_NOT_RUN,
+    DECODE_STEPS,
+    SEVERAL,
+    NO_TIME,
+    NO_SUMS,
+    NOT_KNOWN,
+)  # rules for points that neither file can represent
 SAME_NAMES = {name: name for name in ("ttft", "tpot", "itl", "e2el")}  # latencies by dcpbench's own names
 
 

@@ -110,11 +110,13 @@ def _fill_metrics(result: Result, gpus: int, *, chunked: bool) -> ServeMetrics:
     times, wall_s = result.summary, result.duration_s
     if wall_s is not None and not wall_s > 0:
         raise RecordsError(f"{result.where}: the run took no time, so that there are no rates. Run it again.")
-    if result.rates is not None:
-        rate, total = result.rates.output * result.rates.gpus, result.rates.total * result.rates.gpus
+    request_s: float | None
+    if (rates := result.rates) is not None:
+        rate, total, request_s = rates.output * rates.gpus, rates.total * rates.gpus, rates.requests
     else:
         assert wall_s is not None
         rate, total = result.output_tokens / wall_s, (result.input_tokens + result.output_tokens) / wall_s
+        request_s = None if result.completed is None else result.completed / wall_s
     gaps = times["itl"]
     from_tpot = chunked or (gaps.mean is not None and gaps.p50 is None)  # of a tool that keeps only their mean
     per_token = times["tpot" if from_tpot else "itl"].p50
@@ -127,7 +129,7 @@ def _fill_metrics(result: Result, gpus: int, *, chunked: bool) -> ServeMetrics:
         output_tok_s=rate,
         output_tok_s_per_gpu=formulas.compute_tok_s_per_gpu(rate, gpus) if gpus else None,
         total_tok_s=total,
-        request_s=None if wall_s is None or result.completed is None else result.completed / wall_s,
+        request_s=request_s,
         tok_s_per_user=formulas.compute_tok_s_per_user(per_token) if per_token else None,
         tok_s_per_user_from=FROM_TPOT if per_token and from_tpot else msgspec.UNSET,
         steady_tok_s=steady_tok_s,

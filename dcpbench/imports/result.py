@@ -101,11 +101,12 @@ LENS = ("input_lens", "output_lens")  # lists that InferenceX's copy of the benc
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Hold tokens per second and GPU of a result that has neither sums nor a duration."""
+    """Hold tokens per second and GPU, as the tool computed them, of a result without sums over the measured time."""
 
     total: float
     output: float
     gpus: int
+    requests: float | None = None  # finished requests per second of all GPUs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -117,6 +117,19 @@ class TestGuidellm:
         with pytest.raises(RecordsError, match="is not what GuideLLM writes: Object missing required field `config`"):
             imported(tmp_path, "guidellm", report(tmp_path, old))
 
+    def test_rates_with_a_warm_up_are_those_of_the_measured_time(self, tmp_path: Path) -> None:
+        """Requests that overlap the 2 s have 10 tokens, of which 6 came within them."""
+        own = {"output_tokens_per_second": 3.0, "tokens_per_second": 103.0, "requests_per_second": 1.0}
+        rates = {name: spread(value, value) for name, value in own.items()}
+        benchmark = guidellm({"type_": "concurrent", "streams": 2}, **rates)
+        times = {"request_start_time": 999.0, "measure_start_time": 1000.0}
+        times |= {"measure_end_time": 1002.0, "request_end_time": 1002.0}
+        for scheduler, wanted in (({}, (5.0, 155.0, 1.5)), (times, (3.0, 103.0, 1.0))):
+            path = report(tmp_path, benchmark | {"scheduler_metrics": scheduler})
+            (record,) = imported(tmp_path, "guidellm", path, tp=2)
+            assert record.serve is not None
+            assert (record.serve.output_tok_s, record.serve.total_tok_s, record.serve.request_s) == wanted
+
 
 BEGIN_NS = 1_759_813_207_532_900_363
 
