@@ -8,10 +8,10 @@ import re
 from typing import TYPE_CHECKING, Literal
 
 from dcpbench.compare.comparison import Comparison, Finding, PointResult, Row
-from dcpbench.compare.comparison_text import format_bounds
+from dcpbench.compare.comparison_text import format_change
 from dcpbench.errors import UsageError
 from dcpbench.records import metrics
-from dcpbench.show.numbers import format_percent, format_short_number
+from dcpbench.show.numbers import format_percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -116,8 +116,7 @@ def _apply_to_row(point: PointResult, row: Row, rules: Sequence[Rule]) -> Iterat
 
 def _describe_row(row: Row, rule: Rule, status: str) -> str:
     """Return the finding of a rule for a row, with the numbers and, if it is undecided, the possible findings."""
-    ratio = "" if row.ratio is None or row.absolute else f", ratio {row.ratio:.4f}{format_bounds(row)}"
-    numbers = f"{format_short_number(row.a, 4)} → {format_short_number(row.b, 4)} {row.unit}{ratio}"
+    numbers = format_change(row)
     if status == "fails":
         return f"{row.title} worse by more than {rule.limit}: {numbers}"
     if status == "unjudged":

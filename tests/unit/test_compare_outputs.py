@@ -170,6 +170,12 @@ class TestGate:
         )
         assert not self.apply(tmp_path, "syncs:+1", build.ok(p), build.ok(p, host_syncs_per_step=1.0)).fails
 
+    def test_rise_from_zero_has_no_ratio(self, tmp_path: Path) -> None:
+        p = build.point()
+        found = compare_records(tmp_path, [build.ok(p)], [build.ok(p, host_syncs_per_step=3.0)])
+        assert "host syncs MORE: 0 → 3 /step" in comparison_ci.format_github(found)
+        assert "host syncs: 0 → 3 /step: MORE" in comparison_ci.format_junit(found)
+
     def test_proven_slowdown_fails_only_beyond_its_limit(self, tmp_path: Path) -> None:
         found = compare_launches(tmp_path, 4, faster=1 / 1.05)
         fail_on.apply_rules(found, fail_on.read_rules("slower:2%"))
