@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import SimpleNamespace
@@ -336,6 +337,25 @@ class TestOutputs:
         sweep = yaml.safe_load((EXAMPLES / "compare.yml").read_text())["jobs"]["compare"]["env"]["SWEEP"]
         with commands["sweep"].make_context("sweep", sweep.split()) as context:
             assert context.params["tp"] == "4"
+
+    def test_example_workflow_runs_again_in_the_folder_of_an_earlier_job(self, tmp_path: Path) -> None:
+        """A sweep refuses a folder with records. Rounds alternate: base, change, then change, base."""
+        steps = yaml.safe_load((EXAMPLES / "compare.yml").read_text())["jobs"]["compare"]["steps"]
+        (launch,) = [step["run"] for step in steps if step.get("name") == "Launch them in turn"]
+        for side in ("base", "change"):
+            program = tmp_path / f"env-{side}" / "bin" / "dcpbench"
+            program.parent.mkdir(parents=True)
+            program.write_text(
+                '#!/bin/sh\nfor last; do :; done\nmkdir -p "${last%/*}" && mkdir "$last" && echo "$last" >> log\n'
+            )
+            program.chmod(0o755)
+        for _ in range(2):
+            subprocess.run(["bash", "-e", "-c", launch], cwd=tmp_path, check=True)
+        done = (tmp_path / "log").read_text().split()
+        assert len(done) == 2 * 2 * 8
+        assert done[:4] == [
+            f"runs/{name}" for name in ("base/round-1", "change/round-1", "change/round-2", "base/round-2")
+        ]
 
     def test_launches_that_would_decide_are_stated_once(self, tmp_path: Path) -> None:
         """With fewer than four launches on each side, more of them are needed first; from four on, their number can be
