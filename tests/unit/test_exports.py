@@ -426,6 +426,24 @@ class TestHud:
         assert found[0]["runners"][0]["gpu_info"] == "NVIDIA H200"
         assert found[0]["dependencies"]["torch"]["version"] == "2.9.0"
 
+    @pytest.mark.parametrize(
+        ("model", "architecture"),
+        [
+            ("kimi-k2", "mla-moe-decoder"),
+            ("deepseek-ai/DeepSeek-V3", "mla-moe-decoder"),
+            ("llama-3.1-8b", "gqa-dense-decoder"),
+            ("qwen3-30b-a3b", "gqa-moe-decoder"),
+            ("org/model", "decoder"),
+        ],
+    )
+    def test_type_of_a_model_is_its_architecture(self, model: str, architecture: str) -> None:
+        m = files.decoded()
+        point = msgspec.structs.replace(m.record.point, model=model)
+        (first, *_) = parse_only_file(
+            hud.render([MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, point=point))])
+        )
+        assert first["model"]["type"] == architecture
+
     def test_repeats_are_values_of_one_record(self) -> None:
         point = record_builder.point(DCP)
         two = [
