@@ -88,7 +88,7 @@ def read(document: Document) -> Result:
     if details is not None:
         completed, failed = len(details.list_finished()), sum(map(bool, details.errors))
     done = round(completed or 0)
-    load = _read_load(document.where, config)
+    load = _read_load(document, config)
     if load is None and details is None:
         raise RecordsError(
             f"{document.where} states neither a concurrency nor a request rate of the measured requests; add the "
@@ -129,8 +129,10 @@ class Load:
     trace: str = ""
 
 
-def _read_load(where: str, config: Mapping[str, Any]) -> Load | None:
+def _read_load(document: Document, config: Mapping[str, Any]) -> Load | None:
     """Return the load of the measured requests; None if the configuration does not have it.
+
+    The results of one of several measured phases lie in a folder with its name.
 
     Raise RecordsError for several measured phases, whose requests the summary mixes, and for a phase that a load cannot hold.
     """
@@ -139,10 +141,13 @@ def _read_load(where: str, config: Mapping[str, Any]) -> Load | None:
     entries = [p for p in (phases.values() if isinstance(phases, dict) else phases) if isinstance(p, dict)]
     measured = [p for p in entries if (p.get("kind") or p.get("name") or PROFILING) == PROFILING]
     if len(measured) > 1:
-        raise RecordsError(
-            f"{where} has {len(measured)} measured phases; import the results of each phase below phases/ by themselves."
-        )
-    return _read_phase(where, measured[0], config) if measured else None
+        folder = Path(_get_folder(document)).name
+        measured = [p for p in measured if p.get("name") == folder]
+        if len(measured) != 1:
+            raise RecordsError(
+                f"{document.where} mixes several measured phases; import the results of each phase, below phases/, by themselves."
+            )
+    return _read_phase(document.where, measured[0], config) if measured else None
 
 
 def _read_options(sent: Mapping[str, Any], given: Mapping[str, Any]) -> Load | None:

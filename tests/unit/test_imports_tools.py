@@ -242,6 +242,17 @@ class TestAiperf:
         assert (found.arrival, found.request_rate, found.burstiness, found.trace, point.concurrency) == wanted
         assert (point.model, record.detail["url"]) == ("org/model", "http://localhost:8000")
 
+    def test_phase_of_several_is_the_one_of_the_folder(self, tmp_path: Path) -> None:
+        phases = [
+            {"name": name, "kind": "profiling", "type": "concurrency", "concurrency": n}
+            for name, n in (("low", 4), ("high", 64))
+        ]
+        summary = aiperf(input_config={"models": {"items": [{"name": "org/model"}]}, "phases": phases})
+        with pytest.raises(RecordsError, match="mixes several measured phases; import the results of each phase"):
+            imported(tmp_path, "aiperf", write(tmp_path / "a.json", summary))
+        (record,) = imported(tmp_path, "aiperf", write(tmp_path / "phases" / "high" / "a.json", summary))
+        assert record.point.concurrency == 64
+
     def test_summary_with_an_unknown_concurrency_is_refused(self, tmp_path: Path) -> None:
         """The number of requests is not the number of clients. Users at a common rate have neither."""
         path = write(tmp_path / "a.json", aiperf({}))
