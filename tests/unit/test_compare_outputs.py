@@ -68,7 +68,7 @@ def compare_goodput(tmp_path: Path, launches: int, goodput_s: float | None) -> C
             for clients in (8, 32):
                 record = serving.served(serving.point(Layout(4), clients))
                 good = goodput_s if (side, clients) == ("b", 32) else 3.0
-                serve = msgspec.structs.replace(record.serve, goodput_s=good)
+                serve = msgspec.structs.replace(record.serve, request_goodput=good)
                 records.append(msgspec.structs.replace(record, started_at=f"{side}{i}", serve=serve))
             folders.append(build.write(tmp_path / side / str(i), records))
         return sides.read_side(folders)

@@ -77,7 +77,7 @@ def write_picture(calls: Sequence[Call], path: Path, title: str) -> None:
         for place, call in enumerate(calls, 1):
             ax = figure.add_subplot(rows, columns, place)
             ax.set_title(call.name, loc="left")
-            ax.set(xscale="log", yscale="log", xlabel="bytes that a rank receives", ylabel="µs")
+            ax.set(xscale="log", yscale="log", xlabel="bytes that a rank receives (log scale)", ylabel="µs (log scale)")
             ax.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_with_unit(size, BYTES)))
             ax.yaxis.set_major_locator(LogLocator(10, subs=(1, 1.5, 2, 3, 5, 7)))
             ax.yaxis.set_major_formatter(FuncFormatter(lambda us, _: f"{us:,g}"))
