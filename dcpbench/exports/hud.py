@@ -104,7 +104,7 @@ def _describe_architecture(model: str) -> str:
     shape = SHAPES.get(ALIASES.get(name, name))
     if shape is None:
         return "decoder"
-    return f"{'gqa' if shape.gqa else 'mla'}-{'moe' if shape.first_dense < shape.layers else 'dense'}-decoder"
+    return f"{'gqa' if shape.gqa else 'mla'}-{'moe' if shape.first_k_dense_replace < shape.layers else 'dense'}-decoder"
 
 
 def _describe_runner(env: Environment) -> dict[str, Any]:
