@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.compare.comparison import SideName, Workload
-    from dcpbench.compare.sides import Matched, Pair
+    from dcpbench.compare.sides import Matched, Pair, Side
     from dcpbench.points.point import Point
     from dcpbench.records.metrics import Error, Metric
     from dcpbench.records.record import Record
@@ -230,7 +230,7 @@ def _find_zero_rates(metric: Metric, pair: Pair) -> SideName | None:
     """
     if metric.better != "higher":
         return None
-    sides = (("b", pair.b), ("a", pair.a))
+    sides: tuple[tuple[SideName, Side], ...] = (("b", pair.b), ("a", pair.a))
     return next(
         (name for name, side in sides if any(metric.get_value(r) == 0 for _, records in side for r in records)), None
     )

@@ -179,8 +179,9 @@ def _read_phase(where: str, phase: Mapping[str, Any], config: Mapping[str, Any])
 
 
 def _read_rate(rate: object) -> float | None:
-    known = isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate <= MAX_NUMBER
-    return float(rate) if known else None
+    if isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate <= MAX_NUMBER:
+        return float(rate)
+    return None
 
 
 def _read_burstiness(pattern: object, smoothness: object) -> float:
