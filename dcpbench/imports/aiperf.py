@@ -35,7 +35,7 @@ NAMES = {
     "e2el": "request_latency",
 }
 MS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3, "seconds": 1e3}  # milliseconds of a unit
-RATES = ("poisson", "gamma", "constant")  # arrivals at a rate; those of a gamma distribution have a smoothness
+RATES = ("poisson", "gamma", "constant")  # arrivals at a rate, the first by default; `gamma` has a smoothness
 CONCURRENCY, FIXED_SCHEDULE = "concurrency", "fixed_schedule"  # a closed loop, and requests at the times of a file
 
 
@@ -95,6 +95,7 @@ def read(document: Document) -> Result:
             "profile_export.jsonl of that run to its folder, which shows how many were in flight."
         )
     endpoint = result.get_table(config, "endpoint")
+    urls = found if isinstance(found := endpoint.get("urls"), list) else []
     return Result(
         where=document.where,
         model=result.read_model(_find_model(config), document.where),
@@ -113,7 +114,7 @@ def read(document: Document) -> Result:
         lengths=(_find_length(document, "input_sequence_length"), _find_length(document, "output_sequence_length")),
         summary={ours: _summarize(document, ours, theirs, done) for ours, theirs in NAMES.items()},
         settings={} if load else {"load": UNKNOWN},
-        facts={"url": _find_url(endpoint), "start": str(fields.get("start_time") or "")},
+        facts={"url": str(endpoint.get("url") or next(iter(urls), "")), "start": str(fields.get("start_time") or "")},
         details=details,
     )
 
@@ -136,10 +137,15 @@ def _read_load(document: Document, config: Mapping[str, Any]) -> Load | None:
 
     Raise RecordsError for several measured phases, whose requests the summary mixes, and for a phase that a load cannot hold.
     """
-    if (phases := config.get("phases")) is None:
-        return _read_options(result.get_table(config, "loadgen"), result.get_table(config, "input"))
-    entries = [p for p in (phases.values() if isinstance(phases, dict) else phases) if isinstance(p, dict)]
-    measured = [p for p in entries if (p.get("kind") or p.get("name") or PROFILING) == PROFILING]
+    if not (phases := _list_tables(config.get("phases"))):
+        sent, given = result.get_table(config, "loadgen"), result.get_table(config, "input")
+        if not (sent.get("concurrency") or sent.get("request_rate") or given.get("fixed_schedule")):
+            return None
+        pattern = sent.get("arrival_pattern") or sent.get("request_rate_mode") or RATES[0]
+        kind = FIXED_SCHEDULE if given.get("fixed_schedule") else pattern if sent.get("request_rate") else CONCURRENCY
+        phase = {"type": kind, "rate": sent.get("request_rate"), "smoothness": sent.get("arrival_smoothness")}
+        return _read_phase(document.where, phase | {"concurrency": sent.get("concurrency")}, given.get("file"))
+    measured = [p for p in phases if (p.get("kind") or p.get("name") or PROFILING) == PROFILING]
     if len(measured) > 1:
         folder = Path(_get_folder(document)).name
         measured = [p for p in measured if p.get("name") == folder]
@@ -147,29 +153,25 @@ def _read_load(document: Document, config: Mapping[str, Any]) -> Load | None:
             raise RecordsError(
                 f"{document.where} mixes several measured phases; import the results of each phase, below phases/, by themselves."
             )
-    return _read_phase(document.where, measured[0], config) if measured else None
+    trace = next((dataset.get("path") for dataset in _list_tables(config.get("datasets"))), None)
+    return _read_phase(document.where, measured[0], trace) if measured else None
 
 
-def _read_options(sent: Mapping[str, Any], given: Mapping[str, Any]) -> Load | None:
-    """Return the load of the options --concurrency, --request-rate and --fixed-schedule."""
-    clients, rate = result.read_integer(sent.get("concurrency")), _read_rate(sent.get("request_rate"))
-    if given.get("fixed_schedule"):
-        return Load(TRACE, clients, trace=_name_file(given.get("file")))
-    if rate is not None:
-        pattern = sent.get("arrival_pattern") or sent.get("request_rate_mode")
-        return Load(GAMMA, clients, rate, _read_burstiness(pattern, sent.get("arrival_smoothness")))
-    return Load(CLOSED, clients) if clients else None
+def _list_tables(value: object) -> list[dict[str, Any]]:
+    """Return the objects of a list, or of an object with a name for each."""
+    if isinstance(value, dict):
+        return [{"name": name, **entry} for name, entry in value.items() if isinstance(entry, dict)]
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
-def _read_phase(where: str, phase: Mapping[str, Any], config: Mapping[str, Any]) -> Load:
-    """Return the load of a phase; a phase of the type `concurrency` has 1 by default."""
+def _read_phase(where: str, phase: Mapping[str, Any], trace: object) -> Load:
+    """Return the load of a phase; `trace` is the path of the file with times. A concurrency that is not stated is 1."""
     kind, clients = phase.get("type"), result.read_integer(phase.get("concurrency"))
     if kind == FIXED_SCHEDULE:
-        datasets = config.get("datasets")
-        first = datasets[0] if isinstance(datasets, list) and datasets and isinstance(datasets[0], dict) else {}
-        return Load(TRACE, clients, trace=_name_file(first.get("path")))
+        return Load(TRACE, clients, trace=Path(str(trace or "trace")).name)
     if kind in RATES and (rate := _read_rate(phase.get("rate"))) is not None:
-        return Load(GAMMA, clients, rate, _read_burstiness(kind, phase.get("smoothness")))
+        shape = EVEN if kind == "constant" else min(_read_rate(phase.get("smoothness")) or 1.0, EVEN)
+        return Load(GAMMA, clients, rate, shape)
     if kind == CONCURRENCY:
         return Load(CLOSED, clients or 1)
     raise RecordsError(
@@ -184,31 +186,11 @@ def _read_rate(rate: object) -> float | None:
     return None
 
 
-def _read_burstiness(pattern: object, smoothness: object) -> float:
-    """Return the burstiness of a load: the shape of the gamma distribution of the times between requests."""
-    if pattern == "constant":
-        return EVEN
-    return min(_read_rate(smoothness) or 1.0, EVEN)
-
-
-def _name_file(path: object) -> str:
-    return Path(str(path or "trace")).name
-
-
 def _find_model(config: Mapping[str, Any]) -> object:
     """Return the first model, which earlier versions name in `endpoint`, and later ones in `models`."""
-    for names in (
-        result.get_table(config, "models").get("items"),
-        result.get_table(config, "endpoint").get("model_names"),
-    ):
-        if isinstance(names, list) and names:
-            return names[0].get("name") if isinstance(names[0], dict) else names[0]
-    return None
-
-
-def _find_url(endpoint: Mapping[str, Any]) -> str:
-    urls = endpoint.get("urls")
-    return str(endpoint.get("url") or (urls[0] if isinstance(urls, list) and urls else ""))
+    names = result.get_table(config, "endpoint").get("model_names")
+    known = [entry.get("name") for entry in _list_tables(result.get_table(config, "models").get("items"))]
+    return next(iter(known or (names if isinstance(names, list) else ())), None)
 
 
 def _get_number(document: Document, name: str, statistic: str = "avg") -> float | None:

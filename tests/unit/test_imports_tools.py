@@ -241,6 +241,16 @@ class TestAiperf:
         assert (found.arrival, found.request_rate, found.burstiness, found.trace, point.concurrency) == wanted
         assert (point.model, record.detail["url"]) == ("org/model", "http://localhost:8000")
 
+    def test_phases_of_another_form_are_read_or_refused(self, tmp_path: Path) -> None:
+        warm, main = {"type": "concurrency", "concurrency": 9}, {"type": "concurrency", "concurrency": 32}
+        config = {"models": {"items": [{"name": "org/model"}]}, "phases": {"warmup": warm, "profiling": main}}
+        (record,) = imported(tmp_path, "aiperf", write(tmp_path / "a.json", aiperf(input_config=config)))
+        assert record.point.concurrency == 32
+        for odd in (5, "profiling", [1]):
+            path = write(tmp_path / "a.json", aiperf(input_config=config | {"phases": odd}))
+            with pytest.raises(RecordsError, match="states neither a concurrency nor a request rate"):
+                imported(tmp_path, "aiperf", path)
+
     def test_phase_of_several_is_the_one_of_the_folder(self, tmp_path: Path) -> None:
         phases = [
             {"name": name, "kind": "profiling", "type": "concurrency", "concurrency": n}
