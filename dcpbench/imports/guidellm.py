@@ -16,7 +16,7 @@ import msgspec
 from dcpbench.imports import result
 from dcpbench.imports.documents import Document
 from dcpbench.imports.result import EVEN, ONE_TOKEN, Rates, Result
-from dcpbench.imports.vllm import read_summary
+from dcpbench.imports.vllm import read_summary, read_time
 from dcpbench.points.names import CLOSED, GAMMA, GUIDELLM, OPENAI, TOOLS, TRACE
 from dcpbench.records import formulas
 from dcpbench.records.record import Latencies
@@ -141,7 +141,7 @@ def read(document: Document) -> Result:
             "ttft": _summarize(document, "ttft", metrics.time_to_first_token_ms, totals.successful),
             "e2el": _summarize(document, "e2el", metrics.request_latency, totals.successful, 1e3),
             "itl": _summarize_gaps(metrics, several=several),
-            "tpot": _summarize_requests(found),
+            "tpot": _summarize_requests(document.where, found),
         },
         several_tokens=several,
         facts={
@@ -200,10 +200,11 @@ def _summarize_gaps(metrics: Metrics, *, several: bool) -> Latencies:
     return Latencies() if gaps is None or several or not gaps.mean else Latencies(mean=gaps.mean)
 
 
-def _summarize_requests(found: File) -> Latencies:
+def _summarize_requests(where: str, found: File) -> Latencies:
     """Return the statistics of TPOT of the listed requests; nothing if some are not listed."""
     listed = found.requests.get("successful")
     if not isinstance(listed, list) or len(listed) != found.metrics.request_totals.successful:
         return Latencies()
-    times = [r.get("inter_token_latency_ms") for r in listed if isinstance(r, dict) and r.get("time_to_first_token_ms")]
-    return formulas.summarize_latencies([t for t in times if isinstance(t, int | float) and not isinstance(t, bool)])
+    streamed = [r for r in listed if isinstance(r, dict) and r.get("time_to_first_token_ms")]
+    times = [read_time(Document(where, r), "inter_token_latency_ms") for r in streamed]
+    return formulas.summarize_latencies([t for t in times if t is not None])

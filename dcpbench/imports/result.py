@@ -429,7 +429,10 @@ def read_first_integer(fields: Mapping[str, Any], names: Iterable[str]) -> int |
 
 def _check_values(value: object, what: str, *, signed: bool = False, limit: float = MAX_NUMBER) -> None:
     """Raise RecordsError unless numbers are finite, not negative and at most `limit`, and texts no longer than a name."""
-    if isinstance(value, list):
+    if isinstance(value, msgspec.Struct):
+        for field in value.__struct_fields__:
+            _check_values(getattr(value, field), f"{what}.{field}", signed=signed, limit=limit)
+    elif isinstance(value, list):
         for entry in value:
             _check_values(entry, what, signed=signed, limit=limit)
     elif isinstance(value, str) and len(value) > MAX_NAME:

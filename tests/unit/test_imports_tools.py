@@ -13,7 +13,7 @@ from dcpbench.errors import RecordsError, UsageError
 from dcpbench.imports import Overrides, import_files
 from dcpbench.records.file import read_records
 from dcpbench.serving.samples import read_samples
-from tests.unit.tool_files_builder import aiperf, forward_case, guidellm, line, one_batch, spread, stat
+from tests.unit.tool_files_builder import PHASES, aiperf, forward_case, guidellm, line, one_batch, spread, stat
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -130,6 +130,21 @@ class TestGuidellm:
             assert (record.serve.output_tok_s, record.serve.total_tok_s, record.serve.request_throughput) == wanted
 
 
+@pytest.mark.parametrize("number", [10**400, 10**16, -1])
+def test_impossible_numbers_inside_a_benchmark_are_refused(tmp_path: Path, number: int) -> None:
+    case = forward_case("a", [9])
+    case["requests"][0]["kv_len"] = number
+    totals = {"successful": number, "incomplete": 0, "errored": 0, "total": 3}
+    benchmark = guidellm({"type_": "concurrent", "streams": 2}, request_totals=totals)
+    for tool, path in (("vllm-forward", write(tmp_path / "x.json", case)), ("guidellm", report(tmp_path, benchmark))):
+        with pytest.raises(RecordsError, match=r"was the file damaged|less than nothing"):
+            imported(tmp_path, tool, path, model="m")
+    listed = guidellm({"type_": "concurrent", "streams": 2})
+    listed["requests"]["successful"][0]["inter_token_latency_ms"] = number
+    with pytest.raises(RecordsError, match="which is no time in ms"):
+        imported(tmp_path, "guidellm", report(tmp_path, listed))
+
+
 BEGIN_NS = 1_759_813_207_532_900_363
 
 
@@ -229,12 +244,7 @@ class TestAiperf:
         self, tmp_path: Path, phase: dict[str, Any], wanted: tuple[object, ...]
     ) -> None:
         """Later versions list phases. The first one warms up. Without a concurrency all 4 requests may be in flight."""
-        config = {
-            "models": {"items": [{"name": "org/model"}]},
-            "endpoint": {"urls": ["http://localhost:8000"]},
-            "datasets": [{"path": "/data/chat.jsonl"}],
-            "phases": [{"name": "warmup", "type": "concurrency", "concurrency": 9}, {"name": "profiling", **phase}],
-        }
+        config = PHASES | {"phases": [PHASES["phases"][0], {"name": "profiling", **phase}]}
         (record,) = imported(tmp_path, "aiperf", write(tmp_path / "a.json", aiperf(input_config=config)))
         point, found = record.point, record.point.load
         assert found is not None
