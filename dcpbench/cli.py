@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from dcpbench.commands.catalogue import Entry
 
+INTERRUPTED = "\nInterrupted. To start again, repeat the command."
 REFUSED = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -113,13 +114,15 @@ def main(args: list[str] | None = None) -> None:
         _print_and_exit("\n".join(map(make_printable, f"error: {e}".split("\n"))), e.exit_code)
     except BrokenPipeError:
         _print_and_exit("", streams.CLOSED)
+    except KeyboardInterrupt:  # while the command was imported, before Typer runs
+        _print_and_exit(INTERRUPTED, ExitCode.INTERRUPTED)
     except SystemExit as e:
         if isinstance(e.__context__, BrokenPipeError):  # Click and Rich exit with 1, which is a verdict here
             _print_and_exit("", streams.CLOSED)
         if isinstance(
             getattr(e.__context__, "__cause__", None), KeyboardInterrupt
         ):  # Typer turned it into an exit code
-            _print_and_exit("\nInterrupted. To start again, repeat the command.", ExitCode.INTERRUPTED)
+            _print_and_exit(INTERRUPTED, ExitCode.INTERRUPTED)
         raise
     except OSError as e:
         error = _convert_os_error(e)

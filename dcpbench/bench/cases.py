@@ -341,7 +341,12 @@ def list_expert_formats(options: BenchOptions) -> list[tuple[str, int, dict[str,
             raise UsageError(
                 f"--group-size {group} is none of {', '.join(map(str, INT4_GROUPS))}; write --group-size {INT4_GROUPS[0]}."
             )
-    for weights in options.parse_names("weights", tuple(MOE_WEIGHTS)):
+    formats = options.parse_names("weights", tuple(MOE_WEIGHTS))
+    if options.typed["group_size"] and INT4 not in formats:
+        raise UsageError(
+            f"--group-size {options.typed['group_size']} is for int4; add --weights int4, or leave it out."
+        )
+    for weights in formats:
         if weights == INT4:
             found += [(weights, group, {"group_size": group}) for group in groups]
         else:

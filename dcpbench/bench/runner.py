@@ -16,7 +16,7 @@ from dcpbench.bench.bench_record import BenchJob, BenchRecord, BenchSettings, Ev
 from dcpbench.bench.cases import CASES, BenchOptions
 from dcpbench.errors import CapacityError, ExitCode, OutputError, UsageError, WorkerError
 from dcpbench.launch import folders, launcher, version_check
-from dcpbench.launch.jobs import Exit, Progress, format_exit_code
+from dcpbench.launch.jobs import MIN_STAGE_LIMIT_S, Exit, Progress, format_exit_code
 from dcpbench.launch.progress import ProgressBar
 from dcpbench.launch.ranks import Started
 from dcpbench.launch.stopping import print_when_stopped
@@ -68,7 +68,7 @@ def run_bench(bench: str, sizes: Mapping[str, Any], options: Options) -> int:
     between_ranks, requested_ranks = "ranks" in sizes, sizes.pop("ranks", None)
     if requested_ranks is not None and requested_ranks < CPU_RANKS:
         raise UsageError(
-            f"--ranks {requested_ranks}: one rank has no peer to exchange data with; try --ranks {CPU_RANKS}."
+            f"--ranks {requested_ranks}: data is exchanged between two ranks or more; try --ranks {CPU_RANKS}."
         )
     # Bad options are refused before the machine is probed, which takes seconds.
     CASES[bench](BenchOptions(cpu=True, ranks=requested_ranks or CPU_RANKS, typed=sizes))
@@ -93,7 +93,7 @@ def run_bench(bench: str, sizes: Mapping[str, Any], options: Options) -> int:
     )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # of ranks that are just being ended
         folder = Path(name)
-        with print_when_stopped("Interrupted; the worker has ended and nothing was written."):
+        with print_when_stopped(lambda: _save_interrupted(record, paths)):
             problem = _run_job(job, folder, record, options.timeout)
         if paths:
             (paths[0].with_suffix(".log")).write_bytes(_read_logs(folder))
@@ -125,7 +125,7 @@ def _run_job(job: BenchJob, folder: Path, record: BenchRecord, timeout: float) -
                 bar(_make_progress(event, shown_reasons))
             if ended or watchdog.is_past_grace(lambda: bool(_find_early_exits(ranks, seen))):
                 break
-            limit = timeout if "case" in seen else max(timeout, launcher.MIN_STAGE_LIMIT_S)
+            limit = timeout if "case" in seen else max(timeout, MIN_STAGE_LIMIT_S)
             if watchdog.is_silent(limit):
                 ranks.collect_stacks()  # into their logs
                 return f"It hung: nothing was heard for {limit:g} s (--timeout).{_get_last_lines(ranks, [])}"
@@ -219,6 +219,14 @@ def _prepare_outputs(bench: str, options: Options) -> list[Path]:
     return paths
 
 
+def _save_interrupted(record: BenchRecord, paths: list[Path]) -> str:
+    """Write what an interrupted run has measured, if it has a folder; return the sentence that says so."""
+    if not paths or all(result.outcome != "ok" for result in record.results):
+        return "Interrupted; the worker has ended and nothing was written."
+    _write_outputs(record, paths)
+    return f"Interrupted; the worker has ended. The cases that had finished are in {paths[0]}; to run all, repeat the command with --force."
+
+
 def _finish_run(record: BenchRecord, paths: list[Path], problem: str, options: Options) -> int:
     from dcpbench.bench.shown.bench_findings import describe_findings
 
@@ -244,6 +252,7 @@ def _write_outputs(record: BenchRecord, paths: list[Path]) -> None:
 
     data, picture = paths
     with convert_output_errors(data.parent, "give another folder with -o"):
+        picture.unlink(missing_ok=True)  # of an earlier run
         data.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
         if any(r.outcome == "ok" for r in record.results):
             write_picture(record, picture)

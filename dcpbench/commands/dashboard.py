@@ -76,7 +76,7 @@ def build(
     _check_apart(runs, output)
     began = time.monotonic()
     with ProgressLine() as line:
-        built = site.build(runs, output, force=force, tell=line, newest=newest, emptied=False)
+        built = site.build(runs, output, force=force, on_progress=line, newest=newest, emptied=False)
     for sentence in built.skipped:
         print_stderr(f"left out: {sentence}")
     if as_json:

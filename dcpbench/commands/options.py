@@ -74,7 +74,7 @@ class LayerOptions(Group):
 
     backend: str | None = HOW(
         "Attention kernel: triton, flashinfer, flashmla (Hopper GPUs, pages of 64), reference (on GPUs only for verify), "
-        "or auto: each point takes the fastest. Default: triton on Hopper GPUs and for an fp8 KV cache; otherwise flashinfer if it is installed, else triton; reference on the CPU.",
+        "or auto: each point takes the fastest. Default: triton on Hopper GPUs, for an fp8 KV cache and with --mtp; otherwise flashinfer if it is installed, else triton; reference on the CPU.",
         metavar="NAME,…",
     )
     exchange: str | None = HOW(

@@ -62,7 +62,7 @@ class LayerOptions(opt.LayerOptions):
 
     backend: str | None = opt.HOW(
         "Attention kernel of running requests: triton, flashinfer, flashmla (Hopper GPUs, pages of 64) or, on the CPU, "
-        "reference. Default: triton on Hopper GPUs and for an fp8 KV cache; otherwise flashinfer if it is installed, else triton; reference on the CPU.",
+        "reference. Default: triton on Hopper GPUs, for an fp8 KV cache and with --mtp; otherwise flashinfer if it is installed, else triton; reference on the CPU.",
         metavar="NAME,…",
     )
     exchange: str | None = opt.HOW(

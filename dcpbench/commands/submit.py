@@ -261,13 +261,13 @@ def follow(run: Run) -> int:
     For example: dcpbench submit follow runs/monday
     """
     from dcpbench.launch.stopping import print_when_stopped
-    from dcpbench.submit.follow import follow_job as stay
+    from dcpbench.submit.follow import follow_job
     from dcpbench.submit.submission import require_job
 
     folder = run.absolute()
     job = require_job(folder)
     with print_when_stopped(f"{job.description} goes on. To end it: {_format_command('cancel', folder)}"):
-        return stay(_make_queue(job, folder)).code
+        return follow_job(_make_queue(job, folder)).code
 
 
 @register_command(app, rich_help_panel="Afterwards")
@@ -276,7 +276,7 @@ def cancel(run: Run) -> int:
 
     For example: dcpbench submit cancel runs/monday
     """
-    from dcpbench.submit.follow import cancel_job as end
+    from dcpbench.submit.follow import cancel_job
     from dcpbench.submit.submission import require_job
 
     folder = run.absolute()
@@ -286,7 +286,7 @@ def cancel(run: Run) -> int:
         print_stderr(f"{job.description} has ended already.")
         queue.delete_remains()
         return 0
-    end(queue)
+    cancel_job(queue)
     print_stderr(f"{job.description} is cancelled. {job.describe_results(folder)}")
     return 0
 
@@ -319,8 +319,7 @@ def _run_submission(spec: JobSpec, submit: Callable[[JobSpec], SubmittedJob], re
 def _follow_job(spec: JobSpec, submit: Callable[[JobSpec], SubmittedJob]) -> State | None:
     """Submit a job and return its final state, or None if detached. An interrupt cancels the job."""
     from dcpbench.launch.stopping import delay_signals, print_when_stopped
-    from dcpbench.submit.follow import cancel_job as end
-    from dcpbench.submit.follow import follow_job as stay
+    from dcpbench.submit.follow import cancel_job, follow_job
 
     queue: Queue | None = None
     with print_when_stopped(""):
@@ -330,7 +329,7 @@ def _follow_job(spec: JobSpec, submit: Callable[[JobSpec], SubmittedJob]) -> Sta
                 queue = _make_queue(job, spec.folder)
             print_stderr(f"{job.description} is submitted. Run: {spec.folder}")
             if spec.keeps:
-                return stay(queue)
+                return follow_job(queue)
             print_stderr(f"To see how far it is: {_format_command('follow', spec.folder)}")
             print_stderr(f"To end it: {_format_command('cancel', spec.folder)}")
         except (KeyboardInterrupt, SystemExit):
@@ -338,7 +337,7 @@ def _follow_job(spec: JobSpec, submit: Callable[[JobSpec], SubmittedJob]) -> Sta
                 print_stderr(
                     f"\nCancelling {job.description}. If this is interrupted, too: {_format_command('cancel', spec.folder)}"
                 )
-                end(queue)
+                cancel_job(queue)
                 print_stderr(f"{job.description} is cancelled. {job.describe_results(spec.folder)}")
             raise
     return None

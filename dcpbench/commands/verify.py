@@ -191,7 +191,7 @@ def verify(layouts: Layouts, load: Load, how: opt.LayerOptions, remote: ServerOp
     spec = make_spec(given | {"weights": str(load.checkpoint) if load.checkpoint else None, "baseline": False}, probe)
     if point_runner.is_values_only(run, spec.tp if layouts.tp else (), spec.dp, spec.dcp):
         return 0
-    candidates = grid.expand_layouts(_list_layouts(spec, layouts, probe), spec, probe)
+    candidates = grid.expand_layouts(_list_layouts(spec, layouts, probe), spec, probe, run.caller.argv)
     if stored := grid.format_precision_note(spec, candidates):
         print_stderr(stored)
     if not run.dry_run:

@@ -97,12 +97,12 @@ class Content:
 
 
 @stop_garbage_collector()
-def build_content(found: FoundRuns, tell: Callable[[str], None]) -> Content:
+def build_content(found: FoundRuns, on_progress: Callable[[str], None]) -> Content:
     """Return the data of a site; raise MissingPackageError if a package for change points is missing."""
     histories = _collect_histories(found.runs)
     for number, history in enumerate(histories, 1):
         history.find_changes()
-        tell(f"changes of {number:,} of {len(histories):,} points")
+        on_progress(f"changes of {number:,} of {len(histories):,} points")
     files: dict[str, str] = {}
     shards = _add_shards(histories, files)
     measures = _build_measures(histories, files)

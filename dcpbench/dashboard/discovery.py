@@ -95,7 +95,7 @@ def list_stamps(root: Path) -> list[Stamp]:
 
 
 @stop_garbage_collector()
-def load_runs(root: Path, known: dict[Stamp, RunData], tell: Callable[[str], None]) -> FoundRuns:
+def load_runs(root: Path, known: dict[Stamp, RunData], on_progress: Callable[[str], None]) -> FoundRuns:
     """Read every run below `root`; unchanged runs are taken from `known`, which is updated."""
     runs: list[RunData] = []
     skipped: list[str] = []
@@ -121,7 +121,7 @@ def load_runs(root: Path, known: dict[Stamp, RunData], tell: Callable[[str], Non
             several = f" and {more:,} more" if more else ""
             message = f"line {first.line} of its record file{several} cannot be read ({first.why}); the others are read"
             skipped.append(f"{name}: {fit_line(message)}")
-        tell(f"read {number} of {len(now)}")
+        on_progress(f"read {number} of {len(now)}")
     for gone in set(known) - set(now):
         del known[gone]
     points = sum(len(run.entries) for run in runs)

@@ -55,14 +55,14 @@ def build(
     site: Path,
     *,
     force: bool = False,
-    tell: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str], None] = lambda _: None,
     known: dict[Stamp, RunData] | None = None,
     newest: int | None = None,
     emptied: bool = True,
 ) -> BuildResult:
     """Bring the site up to date with the runs below `root`.
 
-    `force` makes every page again. `tell` is called with the progress. `known` is kept between builds by a caller that
+    `force` makes every page again. `on_progress` is called with the progress. `known` is kept between builds by a caller that
     builds often. With `newest`, only the pages of the newest so many runs are made; other pages are left as they are. The
     pages that were made stay when the build ends early. The index is written before the first page, and again every
     INDEX_EVERY_S while pages are made.
@@ -73,9 +73,9 @@ def build(
     """
     change_points.check_installed()
     check_folder(site)
-    say = make_rate_limited(tell)
+    on_progress = make_rate_limited(on_progress)
     before = {} if force else read_page_keys(site)
-    found = discovery.load_runs(root, {} if known is None else known, say)
+    found = discovery.load_runs(root, {} if known is None else known, on_progress)
     if not (found.runs or emptied):
         left = f"the site in {site} is left as it is" if read_page_keys(site) else f"no site is written into {site}"
         reasons = [f"left out: {sentence}" for sentence in found.skipped[:MAX_REASONS]]
@@ -87,10 +87,10 @@ def build(
     with convert_output_errors(site, "give another folder with -o"):
         _prepare_folder(site)
         publisher = _Publisher(
-            site, found, data.build_content(found, say), _find_pages(site, found, read_page_keys(site))
+            site, found, data.build_content(found, on_progress), _find_pages(site, found, read_page_keys(site))
         )
         publisher.publish()
-        omitted = _make_pages(publisher, before, newest, say)
+        omitted = _make_pages(publisher, before, newest, on_progress)
         publisher.publish()
         _remove_unreferenced(site, publisher.files, {run.slug for run in found.runs})
     here, content = publisher.here, publisher.content
@@ -176,7 +176,9 @@ class _Publisher:
             self.publish()
 
 
-def _make_pages(publisher: _Publisher, before: dict[str, str], newest: int | None, say: Callable[[str], None]) -> int:
+def _make_pages(
+    publisher: _Publisher, before: dict[str, str], newest: int | None, on_progress: Callable[[str], None]
+) -> int:
     """Make the pages of the newest runs that are missing or older than their records, the newest run's first.
 
     Return the number of other runs whose page is missing or older than their records.
@@ -186,7 +188,7 @@ def _make_pages(publisher: _Publisher, before: dict[str, str], newest: int | Non
     wanted = {run.slug for run in publisher.found.runs[first:]}
     made = [run for run in reversed(due) if run.slug in wanted]
     for number, run in enumerate(made, 1):
-        say(f"page {number} of {len(made)}: {run.name}")
+        on_progress(f"page {number} of {len(made)}: {run.name}")
         publisher.add_page(run)
     return len(due) - len(made)
 

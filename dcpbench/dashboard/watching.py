@@ -24,11 +24,11 @@ class Watcher:
     read.
     """
 
-    def __init__(self, root: Path, out: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, root: Path, out: Path, on_progress: Callable[[str], None]) -> None:
         self.root = root
         self.site = out
         self.note = ""  # error of the last build; empty if it succeeded
-        self._tell = tell
+        self._on_progress = on_progress
         self._known: dict[Stamp, RunData] = {}
         self._seen: list[Stamp] | None = None
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class Watcher:
         if now == self._seen:
             return False
         with self._lock:
-            site.build(self.root, self.site, tell=self._tell, known=self._known, newest=0)
+            site.build(self.root, self.site, on_progress=self._on_progress, known=self._known, newest=0)
         self._seen = now
         return True
 

@@ -8,7 +8,8 @@ group is compared, and the first of these cases that applies is the finding:
 place and its signal was lost, or the peer has not reached it.
 3. Some ranks wait in the n-th collective, which another rank has not begun: that rank is behind, and its position is
 the place of the hang.
-4. A rank waits in the operating system's kernel, uninterruptible: for a disk or a driver that does not answer.
+4. A rank was stopped by a signal, or it waits in the operating system's kernel, uninterruptible: for a disk or a driver that
+does not answer.
 5. All ranks are in the same collective: none is behind, and the transport or the device does not progress.
 6. No rank is in a known collective: the position of the devices in a step, by their norm markers; otherwise only each
 rank's own position is reported.
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 UNEVEN = ("all_gather", "all_to_all", "alltoall", "gather", "reduce_scatter", "scatter")
 REDUCES = {"attention": "attn_reduce", "mlp": "mlp_reduce"}  # phase of the reduction that ends each half of a layer
+STOPPED = "T"  # state of a process that got SIGSTOP, in proc(5)
 MAX_NORM_GAP = 2  # norms between ranks of one step: each half of a layer has a collective
 OURS = "dcpbench/"
 _WAITS = (
@@ -67,6 +69,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     - `apart`: groups wait for each other.
     - `device`: steps were launched, and the devices do not finish them.
     - `kernel`: the rank waits in the operating system's kernel for a disk or a driver.
+    - `stopped`: the process of the rank was stopped by a signal and not continued.
     - `outside`: no rank is in a collective.
     - `unknown`: the evidence does not decide.
     """
@@ -90,7 +93,8 @@ def find_cause(evidence: Evidence) -> Finding:
     found = (
         _find_first_mismatch(evidence, groups) or _find_barrier_wait(evidence, groups) or _find_behind(evidence, groups)
     )
-    found = _find_blocked(evidence, found) or found or _find_stalled_collective(evidence, groups)
+    found = _find_stopped(evidence) or _find_blocked(evidence, found) or found
+    found = found or _find_stalled_collective(evidence, groups)
     found = found or _find_device_stall(evidence) or _find_by_stacks(evidence) or _report_outside(evidence)
     why = found.why
     if evidence.unknown:
@@ -506,6 +510,25 @@ def _report_crossed_groups(
         number=one.number,
         line=one.known_call.at,
         why=["They began collectives of different groups in different orders."],
+    )
+
+
+def _find_stopped(evidence: Evidence) -> Finding | None:
+    """Return the finding of case 4 for ranks that were stopped: no other evidence explains a hang without them."""
+    stopped = {rank.rank: rank for rank in evidence.ranks if rank.seen is not None and rank.seen.state == STOPPED}
+    if not stopped:
+        return None
+    phase, layer, line = get_position(stopped[min(stopped)])
+    pids = " ".join(str(rank.seen.pid) for rank in stopped.values() if rank.seen is not None)
+    return Finding(
+        kind="stopped",
+        message=f"{_describe_ranks(stopped, 'was', 'were')} stopped by a signal{_format_place(phase, layer, line)} (state T)",
+        ranks=sorted(stopped),
+        waiting=sorted({rank.rank for rank in evidence.ranks} - set(stopped)),
+        phase=phase,
+        layer=layer,
+        line=line,
+        why=[f"Ctrl-Z, a debugger or `kill -STOP` stops a process; `kill -CONT {pids}` continues it."],
     )
 
 

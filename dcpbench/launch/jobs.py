@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WAITING = "waiting"  # stage of an open job that has run all its points
+ENDED = "end"  # last stage of a job
+AT_A_POINT, AT_A_CHECK = ("measure", "profile"), ("check",)  # stages that --timeout is about
+MIN_STAGE_LIMIT_S = 300.0  # minimum time limit of other stages, such as starting, building and warming up
+END_TIMEOUT_S = 60.0  # time limit for ranks to end after their last point; they are killed without data loss
 LOOK_S = 0.02  # interval at which rank 0 then looks for more
 SECRET = "DCPBENCH_SECRET"  # noqa: S105 -- variable with the secret that the machines of a sweep share
 
@@ -51,6 +55,14 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     command: str = ""  # command line of the user
     prompts: tuple[tuple[int, ...], ...] = ()  # kind `verify` with a checkpoint: token ids, one list per request
     new_tokens: int = 8
+    timeout: float = 300.0  # seconds without a sign of life after which a point counts as hung
+
+    def get_limit_s(self, stage: str) -> float:
+        """Return the seconds without a sign of life after which a job in this stage counts as hung."""
+        if stage == ENDED:
+            return END_TIMEOUT_S
+        timed = AT_A_CHECK if self.kind == "verify" else AT_A_POINT
+        return self.timeout if stage in timed else max(self.timeout, MIN_STAGE_LIMIT_S)
 
 
 class Job(Command, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ import msgspec
 from dcpbench import errors
 from dcpbench.errors import DiskError, WorkerError
 from dcpbench.launch import folders, hang_capture, jobs, retry, subprocess_guard, version_check
-from dcpbench.launch.jobs import Exit, Failure, Job, Progress, format_exit_code
+from dcpbench.launch.jobs import END_TIMEOUT_S, ENDED, MIN_STAGE_LIMIT_S, Exit, Failure, Job, Progress, format_exit_code
 from dcpbench.launch.nodes import FAILED, STOP, Ended, Leader, NodeConnection, join_leader, split_endpoint
 from dcpbench.launch.ranks import LOG_LINES
 from dcpbench.launch.torchrun import KEEP_WAIT_S, RendezvousOptions, Running
@@ -46,10 +46,7 @@ COLLECTIVE = re.compile(  # errors that a rank raises because another one is gon
     r"nccl|gloo|process ?group|connection (reset|closed|refused)|broken pipe|timed? ?out|DistBackend", re.IGNORECASE
 )
 CRASHES = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
-ENDED, STOPPED, AGAIN = "end", "stopped", "again"
-AT_A_POINT, AT_A_CHECK = ("measure", "profile"), ("check",)  # stages that --timeout is about
-MIN_STAGE_LIMIT_S = 300.0  # minimum time limit of other stages, such as starting, building and warming up
-END_TIMEOUT_S = 60.0  # time limit for ranks to end after their last point; they are killed without data loss
+STOPPED, AGAIN = "stopped", "again"
 POLL_S = 0.1
 GRACE_S = 5.0  # time that the remaining ranks have to end by themselves after one has failed
 
@@ -58,7 +55,6 @@ class JobOptions(jobs.Command, frozen=True, kw_only=True):
     """Hold the settings and the supervision of the jobs of a command."""
 
     folder: Path
-    timeout: float = 300.0  # seconds without a sign of life after which a point counts as hung
     point_limit: float | None = None  # seconds until an unfinished point counts as hung, despite signs of life
     retries: int = 0  # number of retries of a point that hung or failed
     worker: str = WORKER
@@ -67,13 +63,6 @@ class JobOptions(jobs.Command, frozen=True, kw_only=True):
     choose_points: Callable[[Point], Sequence[Point]] | None = (
         None  # points to add to the job of this point; none: it ends
     )
-
-    def get_limit_s(self, stage: str) -> float:
-        """Return the seconds without a sign of life after which a job in this stage counts as hung."""
-        if stage == ENDED:
-            return END_TIMEOUT_S
-        timed = AT_A_CHECK if self.kind == "verify" else AT_A_POINT
-        return self.timeout if stage in timed else max(self.timeout, MIN_STAGE_LIMIT_S)
 
     def check_folder(self) -> None:
         """Raise OutputError if the folder no longer exists."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from dcpbench.models import mla_config
 from dcpbench.models.config_fields import parse_bool
 from dcpbench.models.family import Family, Preset
 from dcpbench.models.shapes import SIGMOID, ModelShape, Yarn
-from dcpbench.models.weight_formats import FORMATS, FP8
+from dcpbench.models.weight_formats import FORMATS, FP8, UNQUANTISED
 
 SHAPE = ModelShape(
     name="deepseek-v3",
@@ -26,13 +27,13 @@ SHAPE = ModelShape(
     routing=SIGMOID,
     n_group=8,
     topk_group=4,
-    normalise=True,
     routed_scaling_factor=2.5,
     yarn=Yarn(factor=40, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0),
     published=FORMATS[FP8],
     mtp_layers=1,
 )
-TINY = ModelShape(  # V3 in small sizes, for CPUs; it has no checkpoint
+TINY = dataclasses.replace(  # V3 in small sizes, for CPUs; it has no checkpoint
+    SHAPE,
     name="tiny",
     hidden=64,
     layers=3,
@@ -40,22 +41,19 @@ TINY = ModelShape(  # V3 in small sizes, for CPUs; it has no checkpoint
     q_lora=32,
     experts=8,
     top_k=2,
-    shared_experts=1,
     moe_intermediate_size=32,
     intermediate_size=128,
     first_k_dense_replace=1,
     vocab=512,
-    routing=SIGMOID,
     n_group=2,
     topk_group=1,
-    normalise=True,
-    routed_scaling_factor=2.5,
     latent=32,
     qk_rope_head_dim=16,
     qk_nope_head_dim=16,
     v_head_dim=16,
     max_position=65536,
-    mtp_layers=1,
+    yarn=None,
+    published=UNQUANTISED,
 )
 
 

@@ -29,7 +29,7 @@ def _count_indexers(config: dict[str, Any], layers: int) -> int:
         every = parse_int(config, "index_topk_freq", 1) if config.get("index_topk_freq") is not None else 1
         offset = parse_int(config, "index_skip_topk_offset", 0, minimum=0) if every > 1 else 0
         return sum(index < offset or (index - offset) % every == 0 for index in range(layers))
-    if not isinstance(kinds, list) or len(kinds) != layers or {*kinds} - {FULL, SHARED}:
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SHARED) for kind in kinds):
         raise ValueError(
             f"'indexer_types' is {format_value(kinds)}; it must be {FULL!r} or {SHARED!r} for each of {layers} layers"
         )

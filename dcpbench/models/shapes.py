@@ -209,8 +209,9 @@ class ModelShape:
     def compute_kv_bytes_per_token(self, itemsize: int, ranks: int = 1) -> int:
         """Return the bytes that one token takes in the KV cache of one of `ranks` tensor-parallel ranks.
 
-        All layers count that attend to all tokens. Keys of an indexer are e4m3 in every precision of the cache.
+        All layers count that attend to all tokens. Keys of an indexer are e4m3 in every precision of the cache; the layer that drafts
+        tokens has one.
         """
         layers = self.stored_layers - (self.gqa.window_layers if self.gqa else 0)
-        keys = self.indexer.layers * self.indexer.key_bytes if self.indexer else 0
+        keys = (self.indexer.layers + self.drafts) * self.indexer.key_bytes if self.indexer else 0
         return layers * self.compute_kv_row_bytes(itemsize, ranks) + keys

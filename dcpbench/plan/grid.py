@@ -83,14 +83,16 @@ def expand_grid(
     return found
 
 
-def expand_layouts(layouts: Sequence[Layout], spec: SweepSpec, probe: Probe) -> list[Candidate]:
+def expand_layouts(
+    layouts: Sequence[Layout], spec: SweepSpec, probe: Probe, argv: Sequence[str] = ()
+) -> list[Candidate]:
     """Return the points that `verify` compares: the given layouts instead of every combination of tp, dp and dcp,
-    without baselines.
+    without baselines. `argv`: as in `expand_grid`.
     """
-    found = {}
+    found, machine = {}, Machine(probe=probe, timed=False, argv=tuple(argv))
     for x in layouts:
         one = dataclasses.replace(spec, tp=(x.tp,), dp=(x.dp,), dcp=(x.dcp,), baseline=False)
-        found.update({c.point.get_key(): c for c in _expand_spec(one, Machine(probe=probe, timed=False))})
+        found.update({c.point.get_key(): c for c in _expand_spec(one, machine)})
     _check_used(spec, (c.point for c in found.values()))
     return sorted(found.values(), key=lambda c: _get_sort_key(c.point, spec))
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.errors import LayoutError
 from dcpbench.models.weight_formats import DENSE, EXPERTS, Q_B, QKV, SHARED, O
 from dcpbench.points.budget import ITEMSIZE
+from dcpbench.points.layout import DEGREES, Layout, iter_smaller_layouts, list_valid_layouts
 from dcpbench.points.names import FP8, MOE_EP, MOE_TP
 
 if TYPE_CHECKING:
@@ -34,12 +34,15 @@ class KernelLimit:
     reason: str
     change: str  # options of `sweep` that avoid the limit, such as `--weights-dtype bf16`
     change_query: str = ""  # options of `recommend` that avoid it; empty if they are those of `sweep`
-    max_tp: int | None = None  # largest smaller --tp without the limit; None if there is none, or if it is not computed
+    smaller: str = (
+        ""  # options of the largest smaller layout without the limit, such as `--tp 4`; empty if there is none
+    )
+    max_tp: int | None = None  # its ranks
 
     def format_for_sweep(self) -> str:
         """Return the message of `sweep`, `serve` and `verify`."""
-        if self.max_tp is not None:
-            return f"{self.given}: {self.reason}; use --tp {self.max_tp}, the largest that cuts none, or {self.change}."
+        if self.smaller:
+            return f"{self.given}: {self.reason}; use {self.smaller}, the largest that cuts none, or {self.change}."
         return f"{self.given}: {self.reason}; use {self.change}."
 
     def format_for_recommend(self) -> str:
@@ -62,12 +65,27 @@ def find_split_block(point: Point, shape: ModelShape) -> KernelLimit | None:
     if found is None:
         return None
     part, size, block = found
-    fits = (tp for tp in range(point.tp - 1, 0, -1) if _takes_whole_blocks(point, shape, weights, tp))
+    layouts = (
+        x
+        for x in iter_smaller_layouts(shape, point.tp - 1, point.layout, point.ep)
+        if _find_split_part(msgspec.structs.replace(point, tp=x.tp, dp=x.dp, dcp=x.dcp), shape, weights) is None
+    )
+    smaller = next(layouts, None)
+    options = [
+        f"--{name} {getattr(smaller, name)}"
+        for name in DEGREES
+        if smaller is not None and getattr(smaller, name) != getattr(point, name)
+    ]
+    parallel = msgspec.structs.replace(point, ep=MOE_EP)
+    valid = Layout(point.tp, point.dp, point.dcp) in list_valid_layouts(shape, point.tp, MOE_EP)
+    whole = point.ep == MOE_TP and valid and _find_split_part(parallel, shape, weights) is None
     return KernelLimit(
         given=f"--weights-dtype {weights.name} with {point.instance_name}",
         reason=f"{part} ({size} numbers) of {shape.name} on a rank ends inside a block of {block}, and kernels take whole blocks",
-        change="--weights-dtype bf16",
-        max_tp=next(fits, None),
+        change=f"--ep {MOE_EP}, or --weights-dtype bf16" if whole else "--weights-dtype bf16",
+        change_query="--weights-dtype bf16",
+        smaller=" ".join(options),
+        max_tp=smaller.tp if smaller else None,
     )
 
 
@@ -104,20 +122,12 @@ def compute_part_sizes(point: Point, shape: ModelShape) -> dict[str, tuple[int, 
     }
 
 
-def _takes_whole_blocks(point: Point, shape: ModelShape, weights: WeightFormat, tp: int) -> bool:
-    """Return True if a smaller layout of the same kind splits no block."""
-    smaller = msgspec.structs.replace(point, tp=tp, dp=min(point.dp, tp), dcp=1)
-    try:
-        smaller.layout.check_model(shape, point.ep)
-    except LayoutError:
-        return False
-    return _find_split_part(smaller, shape, weights) is None
-
-
 def _find_missing_fp8(point: Point, probe: Probe) -> KernelLimit | None:
     """Return the limit of a GPU that does not multiply e4m3; None if it does, or if no tensor is fp8."""
+    if probe.capability is None or tuple(map(int, probe.capability.split("."))) >= FP8_SINCE:
+        return None
     for option, precision in (("--weights-dtype", point.weights_precision), ("--kv-dtype", point.kv_precision)):
-        if precision == FP8 and probe.capability is not None and _parse_version(probe.capability) < FP8_SINCE:
+        if precision == FP8:
             return KernelLimit(
                 given=f"{option} fp8",
                 reason=f"a GPU with fp8 is needed (compute capability {FP8_SINCE[0]}.{FP8_SINCE[1]} or later), and "
@@ -140,7 +150,3 @@ def _find_odd_rows(point: Point, shape: ModelShape) -> KernelLimit | None:
         change=f"--ep {MOE_EP}, or a smaller --tp",
         change_query="fewer --gpus",
     )
-
-
-def _parse_version(capability: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in capability.split("."))

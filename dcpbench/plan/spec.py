@@ -187,7 +187,7 @@ def build_spec(options: Mapping[str, object], base: Mapping[str, object], settin
     return SweepSpec(**found, how=how, settings=Settings(**settings, **more))  # type: ignore[arg-type]
 
 
-OVER_FP8 = "backend over fp8"  # key of the default backend for an fp8 KV cache; it is no option's name
+OVER_FP8 = "backend over fp8"  # key of the default backend for an fp8 KV cache and for drafts; it is no option's name
 UNSIZED_FIELDS = ("name", "published")  # fields of a model that are not sizes
 
 
@@ -207,7 +207,11 @@ def _resolve_precisions(options: Mapping[str, object], base: Mapping[str, object
         "weights_dtype": options.get("weights_dtype", (weights,)),
         "kv_dtype": options.get("kv_dtype", (dtype if COMPUTED in options else usual,)),
     }
-    if FP8 in cast("tuple[str, ...]", found["kv_dtype"]) and "backend" not in options:
+    over_fp8, drafts = (
+        FP8 in cast("tuple[str, ...]", found["kv_dtype"]),
+        any(cast("tuple[int, ...]", options.get("mtp", ()))),
+    )
+    if (over_fp8 or drafts) and "backend" not in options:
         found["backend"] = base.get(OVER_FP8, base["backend"])
     return found
 

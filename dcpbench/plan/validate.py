@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import shlex
@@ -37,7 +38,7 @@ from dcpbench.points.cluster_specs import LINKS, load_machine
 from dcpbench.points.comm_model import GATHERS
 from dcpbench.points.device_probe import HOPPER
 from dcpbench.points.gpus import GPUS
-from dcpbench.points.layout import Layout, list_valid_layouts, place_experts
+from dcpbench.points.layout import Layout, iter_smaller_layouts, list_valid_layouts, place_experts
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import (
     ALL_REDUCES,
@@ -132,7 +133,7 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
         _check_load(point, point.load, shape, probe)
     else:
         check_decode_batch(point)
-        check_positions(point.context + point.mtp, None, shape)
+        check_positions(point.context, None, shape, point.mtp)
     _check_memory(point, settings, shape, probe)
 
 
@@ -211,12 +212,13 @@ def check_decode_batch(point: Point) -> None:
         raise UsageError(f"{found[0]}; --concurrency can be up to {found[1]}.")
 
 
-def check_positions(context: int, load: Load | None, shape: ModelShape) -> None:
-    """Raise UsageError if a model has fewer positions than requests have tokens."""
-    if load is None and context + memory.HEADROOM_TOKENS > shape.max_position:
+def check_positions(context: int, load: Load | None, shape: ModelShape, drafts: int = 0) -> None:
+    """Raise UsageError if a model has fewer positions than requests have tokens; a decode step has `drafts` further ones."""
+    longest = shape.max_position - memory.HEADROOM_TOKENS - drafts
+    if load is None and context > longest:
+        new = f", {format_count(drafts, 'draft')} and" if drafts else " and"
         raise UsageError(
-            f"--context {context} and one new token pass {shape.name}'s {shape.max_position} positions; "
-            f"--context can be up to {shape.max_position - memory.HEADROOM_TOKENS}."
+            f"--context {context}{new} one new token pass {shape.name}'s {shape.max_position} positions; --context can be up to {longest}."
         )
     if load is not None and context > shape.max_position:
         remedy = "take longer ones out of the file" if load.trace else "lower --input-tokens or --output-tokens"
@@ -238,8 +240,8 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
         raise CapacityError(
             f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {weights.name} and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench doctor` shows this machine). "
-            f"To plan it for GPUs type: {format_updated_command(machine.argv, _get_command(point), plan, ['--device'])}. "
-            f"For a functional run on the CPU type: dcpbench {_get_command(point)} --model tiny --tp 8 --dcp 8"
+            f"To plan it for GPUs type: {format_updated_command(machine.argv, _get_command(point, machine), plan, ['--device'])}. "
+            f"For a functional run on the CPU type: dcpbench {_get_command(point, machine)} --model tiny --tp 8 --dcp 8"
         )
 
 
@@ -259,18 +261,16 @@ def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
         )
     nodes = -(-point.tp // machine.probe.count)
     instead = shlex.join(_suggest_smaller(point, shape, machine))
-    raise CapacityError(
-        f"--tp {point.tp} needs {point.tp} GPUs and there are {machine.gpus} ({machine.probe.name}). "
-        f"{f'Type behind --: {instead}' if machine.submitted else f'Type instead: dcpbench {instead}'} "
-        f"(or run it on {nodes} such machines with --nodes {nodes}; "
-        f"see dcpbench {'submit' if machine.submitted else _get_command(point)} --help). To forecast "
+    others = (
+        f" (or run it on {nodes} such machines with --nodes {nodes}; "
+        f"see dcpbench {'submit' if machine.submitted else _get_command(point, machine)} --help). To forecast "
         f"{point.instance_name} from one GPU, add --emulate {_find_machine_name(point, machine.probe)}."
     )
-
-
-def _get_plan_options(probe: Probe) -> dict[str, str]:
-    """Return the options that turn a command into a plan for this machine, if it is not the present one."""
-    return {"--dry-run": "", "--gpu": f"{probe.gpu.name},count={probe.count}"} if probe.gpu else {}
+    raise CapacityError(
+        f"--tp {point.tp} needs {point.tp} GPUs and there are {machine.gpus} ({machine.probe.name}). "
+        f"{f'Type behind --: {instead}' if machine.submitted else f'Type instead: dcpbench {instead}'}"
+        f"{others if machine.timed else ''}"  # verify runs on one machine, and on all ranks
+    )
 
 
 def _find_machine_name(point: Point, probe: Probe) -> str:
@@ -328,21 +328,20 @@ def _check_emulated(point: Point, machine: Machine) -> None:
 
 def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[str]:
     """Return the words of the command for the largest layout of the same kind that these GPUs can hold."""
-    for tp in range(machine.gpus, 0, -1):
-        layouts = [x for x in list_valid_layouts(shape, tp, point.ep) if x.dp <= point.dp and x.dcp <= point.dcp]
-        if layouts:
-            best = max(layouts, key=lambda x: (x.dp == point.dp, x.dcp))
-            given = {"--model": point.model, "--tp": str(best.tp)}
-            given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
-            given |= {"--dcp": str(best.dcp)}
-            given |= {"--ep": point.ep} if point.ep != place_experts(MOE_TP, point.tp) else {}
-            given |= _get_plan_options(machine.probe)
-            return update_command(machine.argv, _get_command(point), given, ["--dp", "--ep"])
-    return f"{_get_command(point)} --device cpu --model tiny --tp 8 --dcp 8".split()
+    best = next(iter_smaller_layouts(shape, machine.gpus, point.layout, point.ep), None)
+    if best is None:
+        return f"{_get_command(point, machine)} --device cpu --model tiny --tp 8 --dcp 8".split()
+    given = {"--model": point.model, "--tp": str(best.tp)}
+    given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
+    given |= {"--dcp": str(best.dcp)}
+    given |= {"--ep": point.ep} if point.ep != place_experts(MOE_TP, point.tp) else {}
+    gpu = machine.probe.gpu  # set in a plan for another machine
+    given |= {"--dry-run": "", "--gpu": f"{gpu.name},count={machine.probe.count}"} if gpu else {}
+    return update_command(machine.argv, _get_command(point, machine), given, ["--dp", "--ep"])
 
 
-def _get_command(point: Point) -> str:
-    return "serve" if point.load else "sweep"
+def _get_command(point: Point, machine: Machine) -> str:
+    return "serve" if point.load else "sweep" if machine.timed else "verify"
 
 
 def _list_auto_options(point: Point) -> list[str]:
@@ -657,12 +656,15 @@ def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Pro
     """Return the largest concurrency that fits here, and the smallest larger dcp with which the
     point fits unchanged.
     """
-    pool = compute_max_pages(point, shape, probe)
-    if settings.kv_memory_bytes is not None:
-        one = compute_page_bytes(point, shape)
-        pool = min(pool, settings.kv_memory_bytes // one)
-    one = memory.count_pages(point.context + point.mtp + memory.HEADROOM_TOKENS, point.layout, point.page_size)
-    max_requests = max((pool - memory.PAGES_OF_PADDING) // one, 0) * point.dp
+    given = None if settings.kv_memory_bytes is None else settings.kv_memory_bytes // compute_page_bytes(point, shape)
+
+    def count_missing_pages(requests: int) -> int:
+        fewer = msgspec.structs.replace(point, concurrency=requests * point.dp)
+        pool = compute_max_pages(fewer, shape, probe)
+        return count_needed_pages(fewer) - (pool if given is None else min(pool, given))
+
+    fewer_requests = range(1, -(-point.concurrency // point.dp))  # of a replica
+    max_requests = bisect.bisect_right(fewer_requests, 0, key=count_missing_pages) * point.dp
     advice = (
         f"At --context {point.context} the largest --concurrency that fits is {max_requests}."
         if max_requests

@@ -24,6 +24,8 @@ from dcpbench.errors import LayoutError
 from dcpbench.points.names import MOE_EP, MOE_TP, SGLANG, VLLM
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
 
     from dcpbench.models.shapes import ModelShape
@@ -122,10 +124,6 @@ class Layout:
         names = {VLLM: self.format_vllm_name(), SGLANG: f"tp{self.tp}·dp{self.dp}·dcp{self.dcp}{self._outer_name}"}
         return names.get(engine, "")
 
-    def get_dp_rank(self, rank: int) -> int:
-        """Return the attention replica of a rank."""
-        return rank // self.attn_tp
-
     def get_attn_rank(self, rank: int) -> int:
         """Return the position of a rank inside its attention replica; it holds heads [attn_rank·h, (attn_rank+1)·h)."""
         return rank % self.attn_tp
@@ -170,13 +168,14 @@ class Layout:
                 f"--ep {ep} with --tp {self.tp}: experts are tensor-parallel over all ranks (--ep 1), or expert parallel over "
                 f"all ranks (--ep tp, here {self.tp}); use one of these."
             )
+        dense = shape.intermediate_size if shape.first_k_dense_replace else 0
         others = (
-            (shape.intermediate_size, f"a dense width of {shape.intermediate_size}, which does"),
+            (dense, f"a dense width of {dense}, which does"),
             (shared, f"a shared expert width of {shared}, which does"),
         )
         for size, text in (experts[ep], *others):
             if size % self.tp:
-                possible = _format_divisors(math.gcd(experts[ep][0], shape.intermediate_size, shared), 64)
+                possible = _format_divisors(math.gcd(experts[ep][0], dense, shared), 64)
                 other = MOE_TP if ep == MOE_EP else MOE_EP
                 instead = any(n % self.tp for n, _ in (experts[other], *others))
                 raise LayoutError(
@@ -236,7 +235,11 @@ class Layout:
             raise LayoutError(
                 f"{shape.name} has layers with a sliding window, and DCP does not divide the tokens of a window; use --dcp 1."
             )
-        possible = f"--dcp can be {_format_divisors(most)}" if most > 1 else f"use --dcp 1, or --tp above {kv_heads}"
+        possible = (
+            f"--dcp can be {_format_divisors(most)}"
+            if most > 1
+            else f"use --dcp 1, or --tp {2 * kv_heads * self.dp} or more"
+        )
         raise LayoutError(
             f"{shape.name} has {kv_heads} KV heads, of which {self} has {most} {'copy' if most == 1 else 'copies'} each, and DCP "
             f"divides the tokens over the ranks that hold copies; {possible}."
@@ -280,6 +283,13 @@ def list_valid_layouts(shape: ModelShape, tp: int, ep: str = MOE_TP, pp: int = 1
                 continue
             found.append(layout)
     return found
+
+
+def iter_smaller_layouts(shape: ModelShape, tp: int, like: Layout, ep: str) -> Iterator[Layout]:
+    """Yield the valid layouts of at most `tp` ranks with no larger dp and dcp than `like`: most ranks first, then the largest dp, then dcp."""
+    for ranks in range(tp, 0, -1):
+        found = [x for x in list_valid_layouts(shape, ranks, ep) if x.dp <= like.dp and x.dcp <= like.dcp]
+        yield from sorted(found, key=lambda x: (x.dp, x.dcp), reverse=True)
 
 
 def get_owner(loc: Ints, dcp: int, interleave: int = 1) -> Ints:

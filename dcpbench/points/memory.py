@@ -190,9 +190,11 @@ def _compute_mlp_bytes(
     shape: ModelShape, inner: int, ranks: int, itemsize: int, weights: WeightFormat, part: str
 ) -> int:
     """Return the bytes of a rank's part of an MLP or an expert that is `inner` wide, split over `ranks` ranks."""
-    width = inner // ranks
+    width, stored = inner // ranks, part in weights.parts
+    if stored and weights.padded and weights.columns:
+        width = math.ceil(width / weights.columns) * weights.columns
     gate_up, down = make_mlp_products(shape, width)
-    if part not in weights.parts:
+    if not stored:
         return (gate_up.elements + down.elements) * itemsize
     return compute_stored_bytes(gate_up, (width, width), weights, rows=ranks) + compute_stored_bytes(
         down, (down.outputs,), weights, columns=ranks

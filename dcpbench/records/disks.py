@@ -18,7 +18,7 @@ from dcpbench.records.folder import RECORDS_FILE
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BROKEN = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO)
 DISK_ERRORS = (*FULL, *BROKEN)
 MIN_FREE_BYTES = 1 << 20  # bytes that a run needs to go on: records, logs and samples of a point
@@ -64,6 +64,7 @@ def describe_disk_error(number: int) -> tuple[str, str]:
     return {
         errno.ENOSPC: ("no space is left on its disk", "make room"),
         errno.EDQUOT: ("the disk quota of this user is used up", "make room"),
+        errno.EFBIG: ("a file would exceed the limit of its size", "raise the limit (ulimit -f unlimited)"),
         errno.EROFS: ("its file system is read-only", "mount it for writing"),
         errno.EIO: ("its disk reported an I/O error", "check the disk"),
     }.get(number, (f"its disk cannot be written ({os.strerror(number)})", "check the disk"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import shlex
 import statistics
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -32,7 +31,6 @@ OVER = (ENDED, STOPPED)  # final statuses: all points have ended, or the run sto
 REJECTED = "rejected"
 BETWEEN = ("done", "start", WAITING, "end")  # stages of no point
 QUIET_S = 60.0  # seconds without an event after which a run is shown as silent; dcpbench ends such a job at --timeout
-TIMEOUT_S = 300.0  # default of --timeout
 SLACK_S = 2.0  # maximum error of a record's times, which are written in whole seconds
 MIN_POINTS = 3  # minimum number of finished points for a range
 T_95 = (4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # Student's t at 97.5 %, from MIN_POINTS - 1 degrees
@@ -111,11 +109,11 @@ def compute_state(
     failed = sum(end.outcome != "ok" for end in ended.values())
     status = _compute_status(facts, left, max(now - heard, 0.0), alive, known_here=known_here)
     over = status in OVER
-    until = heard if over else now
+    at_work = not over and status != FINISHING
+    until = now if at_work else heard
     problem = facts.find_failure() if status == STOPPED else ""
     durations = [max(b - a, 0.0) for a, b in itertools.pairwise([began, *ends])] if began is not None else []
     spent = until - (ends[-1] if ends else began or until)
-    at_work = not over and status != FINISHING
     return State(
         folder=fit_line(str(facts.folder)),
         kind=_get_kind(facts),
@@ -244,14 +242,5 @@ def _make_activity(job: JobFacts, points: dict[int, Point], now: float) -> Activ
         stage_s=max(now - (job.since or job.began), 0.0),
         note=job.note if point else "",
         silent_s=max(now - heard, 0.0),
-        timeout_s=_parse_timeout(job.job.command),
+        timeout_s=job.job.get_limit_s(job.stage),
     )
-
-
-def _parse_timeout(command: str) -> float:
-    """Return --timeout from the command line."""
-    try:
-        words = shlex.split(command.replace("--timeout=", "--timeout "))
-        return float(words[words.index("--timeout") + 1])
-    except (ValueError, IndexError):
-        return TIMEOUT_S

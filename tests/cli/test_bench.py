@@ -192,6 +192,22 @@ def test_ctrl_c_ends_every_rank_and_writes_no_file(call, monkeypatch: pytest.Mon
     assert [process.poll() is not None for process in started] == [True, True]
 
 
+def test_ctrl_c_keeps_the_cases_that_have_finished(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = runner._add_event
+
+    def interrupted(event, record) -> None:
+        finish(event, record)
+        if event.result:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "_add_event", interrupted)
+    code, _, err = call(*TWO, "-o", "out")
+    assert code == 130
+    assert "finished are in out/bench-merge.json; to run all, repeat the command with --force." in err
+    results = json.loads(Path("out/bench-merge.json").read_text())["results"]
+    assert [r["outcome"] for r in results] == ["ok", "failed"]
+
+
 def test_incomplete_event_line_is_read_when_complete(call) -> None:
     code, out, _ = call(*TWO, "--json", fake="half")
     assert code == 0
@@ -207,7 +223,12 @@ def test_incomplete_event_line_is_read_when_complete(call) -> None:
         (("merge", "--requests", "many"), 2, "write for example --requests 1,3."),
         (("merge", "-o", "/dev/null/x"), 2, "cannot be used as output folder"),
         (("exchange", "--device", "cuda"), 3, "`dcpbench bench exchange --device cpu`, which checks correctness"),
-        (("exchange", "--ranks", "1"), 2, "one rank has no peer to exchange data with; try --ranks 2."),
+        (("exchange", "--ranks", "1"), 2, "data is exchanged between two ranks or more; try --ranks 2."),
+        (
+            ("moe", "--weights", "fp8", "--group-size", "32"),
+            2,
+            "--group-size 32 is for int4; add --weights int4, or leave",
+        ),
         (("exchange", "--ranks", "3", "--heads", "8"), 2, "--heads 8 cannot be divided among 3 ranks; try --heads 9"),
         (("exchange", "--variant", "sym"), 2, "--variant 'sym' is unknown; did you mean symm?"),
         (("collectives", "--ranks", "3", "--width", "64"), 2, "cannot be divided among 3 ranks; try --width 66."),

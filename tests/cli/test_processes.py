@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from dcpbench.errors import DiskError, OutputError, WorkerError
-from dcpbench.launch import folders, launcher
+from dcpbench.launch import folders, jobs, launcher
 from dcpbench.launch.jobs import Job, Progress
 from dcpbench.launch.torchrun import RendezvousOptions, Running
 from dcpbench.points.budget import plan_engines
@@ -272,7 +272,7 @@ class TestLimits:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The timeout of a microsecond does not apply to imports, which are silent forever here."""
-        monkeypatch.setattr(launcher, "MIN_STAGE_LIMIT_S", 2.0)
+        monkeypatch.setattr(jobs, "MIN_STAGE_LIMIT_S", 2.0)
         importing = msgspec.structs.replace(work(tmp_path, timeout=1e-6), worker="importing_worker")
         with pytest.raises(WorkerError, match="gave no sign of life for 2 s before its first point, twice"):
             launcher.run_points([point(2, 100)], importing, RendezvousOptions(), lambda _: None)

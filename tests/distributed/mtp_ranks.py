@@ -151,7 +151,7 @@ def admit(engine: DecodeEngine, number: int, context: int) -> Request:
 def decode_one_by_one(case: Case, rank: int) -> tuple[list[list[int]], torch.Tensor]:
     """Return the tokens of each request of this rank's replica, and logits [requests, NEW, vocab]."""
     engine = make_engine(case, rank)
-    first = len(CONTEXTS) * case.layout.get_dp_rank(rank)
+    first = len(CONTEXTS) * (rank // case.layout.attn_tp)
     requests = [admit(engine, first + i, context) for i, context in enumerate(CONTEXTS)]
     tokens: list[list[int]] = [[] for _ in requests]
     logits = []
@@ -195,7 +195,7 @@ def verify_drafts(case: Case, rank: int, truth: list[list[int]], logits: torch.T
     request.
     """
     engine = make_engine(case, rank)
-    first, length = len(CONTEXTS) * case.layout.get_dp_rank(rank), case.drafts + 1
+    first, length = len(CONTEXTS) * (rank // case.layout.attn_tp), case.drafts + 1
     requests = [admit(engine, first + i, context) for i, context in enumerate(CONTEXTS)]
     vocab = engine.model.shape.vocab
     tokens: list[list[int]] = [[] for _ in requests]
@@ -229,7 +229,7 @@ def draft_tokens(case: Case, rank: int, truth: list[list[int]], right: bool) -> 
     other drafts: all right, so that a step yields `drafts` + 1 tokens, or all wrong, so that it yields one.
     """
     engine = make_engine(case, rank)
-    first, vocab = len(CONTEXTS) * case.layout.get_dp_rank(rank), engine.model.shape.vocab
+    first, vocab = len(CONTEXTS) * (rank // case.layout.attn_tp), engine.model.shape.vocab
     requests = [admit(engine, first + i, context) for i, context in enumerate(CONTEXTS)]
     found: list[dict[int, list[int]]] = [{} for _ in requests]
     for request in requests:

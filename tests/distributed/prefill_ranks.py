@@ -129,7 +129,7 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
     engine = session.engine
     prefiller = Prefiller(engine.model, backend="sdpa", tokens=CONTEXT, gather=case.gather, window_bytes=nbytes)
     pieces = Pieces(prefiller, None) if case.pieces else None
-    replica = case.layout.get_dp_rank(rank)
+    replica = rank // case.layout.attn_tp
     requests = [Prompt.admit(engine, tokens) for tokens in prompts(replica)]
     known = truth[case.truth][2 * replica : 2 * replica + 2]
     worst = 0.0

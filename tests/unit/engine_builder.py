@@ -33,7 +33,7 @@ def layers(shape: ModelShape, dense: int | None = None, moe: int | None = None) 
 
 def alone(layout: Layout, rank: int) -> Groups:
     """Return this rank's groups without process groups: their collectives do nothing."""
-    dp = layout.get_dp_rank(rank)
+    dp = rank // layout.attn_tp
     return Groups(
         attn=Group(layout.attn_tp, layout.get_attn_rank(rank), None),
         dcp=Group(layout.dcp, layout.get_dcp_rank(rank), None),

@@ -61,13 +61,13 @@ def tree(out: Path) -> dict[str, bytes]:
 
 def test_progress_counts_new_pages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are made from the newest run on; a page that the site holds is not counted."""
-    monkeypatch.setattr(site, "make_rate_limited", lambda tell: tell)
+    monkeypatch.setattr(site, "make_rate_limited", lambda on_progress: on_progress)
     for run in range(3):
         found = [dashboard_builder.record(record_builder.point(), run)]
         record_builder.write(tmp_path / "runs" / f"run-{run}", found)
     messages: list[str] = []
-    site.build(tmp_path / "runs", tmp_path / "site", tell=messages.append, newest=1)
-    site.build(tmp_path / "runs", tmp_path / "site", tell=messages.append)
+    site.build(tmp_path / "runs", tmp_path / "site", on_progress=messages.append, newest=1)
+    site.build(tmp_path / "runs", tmp_path / "site", on_progress=messages.append)
     page_messages = [text for text in messages if text.startswith("page ")]
     assert page_messages == ["page 1 of 1: run-2", "page 1 of 2: run-1", "page 2 of 2: run-0"]
 
@@ -698,7 +698,7 @@ def test_index_states_how_many_layers_were_held_and_reused(tmp_path: Path) -> No
         one = dashboard_builder.record(point, run)
         conditions = msgspec.structs.replace(one.conditions, layers=61, layers_held=held)
         record_builder.write(tmp_path / "runs" / f"{run}", [msgspec.structs.replace(one, conditions=conditions)])
-    site.build(tmp_path / "runs", tmp_path / "site", tell=lambda _: None)
+    site.build(tmp_path / "runs", tmp_path / "site", on_progress=lambda _: None)
     index = data(tmp_path / "site", "index")
     (how,) = index["words"]["how"]
     assert how.split(" · ")[-1] == f"{NO_FIT}: 14 of 61 layers held and reused"

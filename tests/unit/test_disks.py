@@ -109,6 +109,11 @@ def test_unwritable_samples_end_the_command_and_record_no_failed_point(
         (OSError(errno.EROFS, "Read-only file system", "/a/b"), 3, "error: /a/b could not be written (Read-only file"),
         (OSError(errno.EDQUOT, "Disk quota exceeded", b"/a/b"), 3, "error: /a/b could not be written (Disk quota"),
         (
+            OSError(errno.EFBIG, "File too large", "/a/b"),
+            3,
+            "(File too large); raise the limit (ulimit -f unlimited), then",
+        ),
+        (
             PermissionError(errno.EACCES, "Permission denied", "/a/\x1bb"),
             2,
             r"error: /a/\x1bb cannot be used (Permission",
@@ -126,6 +131,19 @@ def test_unexpected_os_error_of_a_file_is_one_line_with_an_exit_code(
         cli.main([])
     assert end.value.code == code
     assert expected in capsys.readouterr().err
+
+
+def test_interrupt_while_a_command_is_imported_has_its_own_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def import_command(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "choose_app", import_command)
+    with pytest.raises(SystemExit) as end:
+        cli.main([])
+    assert end.value.code == 130
+    assert "Interrupted. To start again, repeat the command." in capsys.readouterr().err
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def collect_kv(layout: Layout, page_size: int, interleave: int) -> dict[int, tup
     found: dict[int, tuple[int, torch.Tensor]] = {}
     for rank in range(layout.tp):
         engine = build.engine(layout, rank, page_size=page_size, interleave=interleave)
-        replica = layout.get_dp_rank(rank)
+        replica = rank // layout.attn_tp
         for index in range(decode._split_requests(point, replica)):
             request = decode._add_request(engine, session, point, 7, index)
             empty = torch.full((build.TINY.layers, request.length, build.TINY.kv_width), float("nan"))

@@ -284,6 +284,18 @@ def test_ranks_blocked_in_the_kernel_are_blamed(held: list[int], tmp_path: Path)
     assert "none is behind" not in found.message
 
 
+def test_stopped_rank_is_blamed_though_all_are_in_the_same_collective(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    for rank in range(2):
+        job.run_collective(rank, "all_reduce", "moe", 0, hangs=True)
+    seen = [ProcessState(rank=0, pid=8, state="S"), ProcessState(rank=1, pid=9, state="T")]
+    (tmp_path / "ranks.json").write_bytes(msgspec.json.encode(seen))
+    found = job.found()
+    assert (found.kind, found.ranks, found.waiting) == ("stopped", [1], [0])
+    assert found.message == "rank 1 was stopped by a signal in phase moe of layer 0 (state T)"
+    assert "`kill -CONT 9`" in found.why[0]
+
+
 def test_rank_behind_and_blocked_in_the_kernel_is_reported_as_behind(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     job.run_collective(0, "all_reduce", "moe", 0, hangs=True)

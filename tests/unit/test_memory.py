@@ -121,8 +121,10 @@ class TestGroupedQueryAttention:
             LayoutError, match=r"has 4 KV heads, of which tp8·dcp4 has 2 copies each.*--dcp can be 1, 2"
         ):
             Layout(8, dcp=4).check_model(self.QWEN)
-        with pytest.raises(LayoutError, match=r"tp4·dcp2 has 1 copy each.*use --dcp 1, or --tp above 4"):
+        with pytest.raises(LayoutError, match=r"tp4·dcp2 has 1 copy each.*use --dcp 1, or --tp 8 or more"):
             Layout(4, dcp=2).check_model(self.QWEN)
+        with pytest.raises(LayoutError, match=r"tp8·dp2·dcp2 has 1 copy each.*or --tp 16 or more"):
+            Layout(8, dp=2, dcp=2).check_model(self.QWEN)
         with pytest.raises(LayoutError, match="4 KV heads, which tp6 would split over 6 ranks"):
             Layout(6).check_model(dataclasses.replace(self.QWEN, heads=66))
 
@@ -138,6 +140,13 @@ class TestGroupedQueryAttention:
         ]
         one, many = (budget.plan_engine([p], Settings(), oss, gpu(300 * memory.GIB)).pages for p in points)
         assert one - many == 31 * 128, "as many layers have a window as not, so a row of a window equals a page"
+
+    def test_experts_in_mxfp4_are_padded_to_whole_blocks_on_a_rank(self) -> None:
+        """A rank of eight has 360 of 2,880 numbers of each expert, which engines pad to 12 blocks of 32: 4.25 bits each."""
+        oss = dataclasses.replace(SHAPES["gpt-oss-120b"], expert_bias=False)
+        router = 128 * (2880 * BF16 + 4)
+        found = memory.compute_moe_bytes(oss, Layout(8), BF16, oss.get_weight_format("mxfp4"), ep="1")
+        assert found == router + 128 * 3 * 384 * 2880 * 17 // 32
 
     def test_sliding_window_excludes_dcp(self) -> None:
         with pytest.raises(LayoutError, match=r"layers with a sliding window.*use --dcp 1"):

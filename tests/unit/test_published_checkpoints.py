@@ -307,6 +307,9 @@ class TestSparseAttention:
         """
         assert self.V32.compute_kv_bytes_per_token(2) == 61 * (1152 + 132)
         assert self.V32.compute_kv_bytes_per_token(1) == 61 * (656 + 132)
+        assert self.V32.add_drafts(1).compute_kv_bytes_per_token(2) == 62 * (1152 + 132), (
+            "the layer for drafts has an indexer"
+        )
 
     def test_layers_may_share_an_indexer(self) -> None:
         """The first 3 of GLM-5.2's 78 layers have an indexer, and then every fourth."""
@@ -316,8 +319,9 @@ class TestSparseAttention:
         listed = from_config(GLM_52 | {"indexer_types": ["full", "shared"] * 39}, Path("glm.json")).indexer
         assert listed is not None
         assert listed.layers == 39
-        with pytest.raises(ModelError, match=r"'indexer_types' is .* for each of 78 layers"):
-            from_config(GLM_52 | {"indexer_types": ["full"]}, Path("glm.json"))
+        for kinds in (["full"], [["full"]] * 78):
+            with pytest.raises(ModelError, match=r"'indexer_types' is .* for each of 78 layers"):
+                from_config(GLM_52 | {"indexer_types": kinds}, Path("glm.json"))
 
     def test_sparse_attention_is_planned_but_not_measured(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -663,6 +663,16 @@ def test_verify_layouts_add_no_baseline() -> None:
     assert [c.point.layout for c in found] == [Layout(tp=1), Layout(tp=2, dcp=2)]
 
 
+def test_error_of_verify_repeats_its_command() -> None:
+    argv = ["verify", "--model", "deepseek-v3", "--tp", "8"]
+    options = {"model": "deepseek-v3", "tp": "8", "concurrency": "4"}
+    (found,) = grid.expand_layouts([Layout(8)], make_spec(options, CPU), CPU, argv)
+    assert "type: dcpbench verify --model deepseek-v3 --dry-run --gpu H200,count=8 --tp 8. " in str(found.error)
+    assert str(found.error).endswith("type: dcpbench verify --model tiny --tp 8 --dcp 8")
+    (found,) = grid.expand_layouts([Layout(8)], make_spec(options, H200X4), H200X4, argv)
+    assert str(found.error).endswith("Type instead: dcpbench verify --model deepseek-v3 --tp 4 --dcp 1")
+
+
 def test_dry_run_table_shows_both_layout_names_memory_and_reasons() -> None:
     """The tp of vLLM counts one replica, so that tp4·dp2·dcp2 here is dp2·tp2·dcp2 there."""
     rows = grid.make_table(expand(CPU, tp="4", dp="2", dcp="2,3", concurrency=2, baseline=False))
@@ -714,6 +724,33 @@ def test_layout_that_cuts_fp8_blocks_is_refused_with_the_largest_valid_tp() -> N
         make_spec({"tp": "32", "dcp": "1", "concurrency": 1, "baseline": False}, machine), machine
     )
     assert "use --tp 16, the largest that cuts none, or --weights-dtype bf16." in str(found.error)
+
+
+def test_suggested_layout_that_cuts_no_block_has_degrees_that_divide() -> None:
+    """Experts of MiniMax-M2 are 1,536 wide: 192 on each of 8 ranks, 256 on 6; 8 replicas do not divide 6 ranks."""
+    machine = msgspec.structs.replace(H200X4, count=8)
+    options = {"model": "minimax-m2", "tp": "8", "dp": "8", "concurrency": 1, "baseline": False}
+    (found,) = grid.expand_grid(make_spec(options, machine), machine)
+    assert "use --tp 6 --dp 6, the largest that cuts none, or --ep tp, or --weights-dtype bf16." in str(found.error)
+    for changed in ({"tp": "6", "dp": "6"}, {"ep": "tp"}):
+        (found,) = grid.expand_grid(make_spec(options | changed, machine), machine)
+        assert found.error is None
+
+
+def test_largest_concurrency_that_fits_counts_the_windows_of_so_many_requests() -> None:
+    options = {"model": "gpt-oss-120b", "tp": "4", "dp": "4", "context": 100000, "baseline": False}
+    found = grid.expand_grid(make_spec(options | {"concurrency": "500"}, H200X4), H200X4)
+    largest = int(re.search(r"largest --concurrency that fits is (\d+)", str(found[0].error))[1])  # type: ignore[index]
+    fit = grid.expand_grid(make_spec(options | {"concurrency": f"{largest},{largest + 1}"}, H200X4), H200X4)
+    assert [c.error is None for c in fit] == [True, False]
+
+
+def test_longest_context_leaves_positions_for_drafts() -> None:
+    options = {"model": "qwen3-8b", "tp": "4", "dcp": "1", "concurrency": 1, "mtp": "2", "acceptance": "0.8/0.6"}
+    found = grid.expand_grid(make_spec(options | {"context": "40957,40958"}, H200X4), H200X4)
+    assert [str(c.error) for c in found if c.error] == [
+        "--context 40958, 2 drafts and one new token pass qwen3-8b's 40960 positions; --context can be up to 40957."
+    ]
 
 
 @pytest.mark.parametrize(

@@ -190,13 +190,14 @@ class TestStatus:
         assert build.state(tmp_path, 80, alive=NONE, began=None).status == "stopped"
 
     @pytest.mark.parametrize(
-        ("options", "seconds"), [("", 300), (" --timeout 60", 60), (" --timeout=90", 90), (" --timeout 'x", 300)]
+        ("timeout", "stage", "seconds"), [(60, "measure", 60), (60, "build", 300), (900, "build", 900)]
     )
-    def test_timeout_of_silence_is_read_from_the_command_line(
-        self, tmp_path: Path, options: str, seconds: float
+    def test_limit_of_silence_is_that_of_the_job_in_its_stage(
+        self, tmp_path: Path, timeout: float, stage: str, seconds: float
     ) -> None:
-        build.job(tmp_path, FOUR, command=build.COMMAND_LINE + options)
-        found = build.state(tmp_path, 1)
+        job = build.job(tmp_path, FOUR, timeout=timeout)
+        build.add_event(job, 1, stage, FOUR[0])
+        found = build.state(tmp_path, 2)
         assert found.now
         assert found.now.timeout_s == seconds
 

@@ -385,4 +385,4 @@ class TestFormats:
         )
         limit = find_split_block(point, SHAPES["qwen3-30b-a3b"])
         assert (limit.reason.partition(" of ")[0] if limit else None) == split
-        assert limit is None or limit.max_tp == 2
+        assert limit is None or (limit.max_tp, limit.smaller) == (2, "--tp 2")

@@ -41,6 +41,7 @@ def job(
     command: str = COMMAND_LINE,
     device: str = "cuda",
     is_open: bool = False,
+    timeout: float = 300.0,
 ) -> Job:
     """Write a job file at that time; `pool` has all points of the run, by default these."""
     folder.mkdir(exist_ok=True)
@@ -54,6 +55,7 @@ def job(
         pool_points=list(points if pool is None else pool),
         command=command,
         open=is_open,
+        timeout=timeout,
     )
     written.get_path().write_bytes(msgspec.json.encode(written))
     os.utime(written.get_path(), (BEGAN + at, BEGAN + at))
