@@ -217,6 +217,8 @@ def main() -> int:
     parser.add_argument("--cases", default=",".join(CASES), help="cases, separated by commas; default: all")
     parser.add_argument("--results", type=Path, help="file that gets a line of JSON for each run")
     args = parser.parse_args()
+    if unknown := [name for name in args.cases.split(",") if name not in CASES]:
+        parser.error(f"there are no cases {', '.join(unknown)}; --cases takes {', '.join(CASES)}")
     earlier = args.results.read_text().splitlines() if args.results and args.results.exists() else []
     lines = [json.loads(line) for line in earlier]
     for _ in range(args.runs):

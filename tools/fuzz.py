@@ -198,6 +198,8 @@ def main(arguments: list[str] | None = None) -> int:
     if args.again:
         return repeat_input(args.again, args.seed)
     kinds = args.kinds.split(",") if args.kinds else list(KINDS)
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        parser.error(f"there are no kinds {', '.join(unknown)}; --kinds takes {', '.join(KINDS)}")
     found = {kind: Counts(kind) for kind in kinds}
     ends = time.monotonic() + args.minutes * 60
     while sum(t.inputs for t in found.values()) < args.inputs and time.monotonic() < ends:

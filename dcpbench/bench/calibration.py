@@ -130,7 +130,9 @@ def _read_record(path: Path) -> BenchRecord:
             f"{path}: {e.strerror}; name a bench-collectives.json, a bench-exchange.json, or a folder."
         ) from e
     except msgspec.DecodeError as e:
-        raise UsageError(f"{path} is no record of a bench: {e}.") from e
+        raise UsageError(
+            f"{path} is no record of a bench ({e}); name a bench-collectives.json or a bench-exchange.json."
+        ) from e
     if record.schema_version != SCHEMA_VERSION:
         raise UsageError(
             f"{path}: schema_version {record.schema_version}, while this dcpbench reads {SCHEMA_VERSION}; read it with the "

@@ -51,13 +51,14 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 class Uncompared(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold a metric of a point that only one side has."""
+    """Hold a metric of a point that only one side has, or that is 0 in too few launches of a side to be judged."""
 
     metric: str
     absent_in: SideName
+    zero: bool = False  # true for a rate of 0, which has no ratio
 
     def __str__(self) -> str:
-        return f"{self.metric} (absent in {self.absent_in.upper()})"
+        return f"{self.metric} ({'0' if self.zero else 'absent'} in {self.absent_in.upper()})"
 
 
 class PointResult(msgspec.Struct, kw_only=True):
@@ -80,6 +81,12 @@ class PointResult(msgspec.Struct, kw_only=True):
         """Return the row of the metric that options of `compare` call by this name; None without one."""
         metric = find_compared_metric(name, self.workload)
         return next((row for row in self.rows if metric is not None and row.metric == metric.option), None)
+
+    def find_missing_in_b(self, name: str) -> Uncompared | None:
+        """Return the metric that options of `compare` call by this name if A has it and B does not."""
+        metric = find_compared_metric(name, self.workload)
+        found = (t for t in self.not_compared if metric is not None and t.metric == metric.brief)
+        return next((t for t in found if t.absent_in == "b"), None)
 
     @property
     def rank(self) -> int:

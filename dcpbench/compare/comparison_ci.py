@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.compare.comparison_text import format_bounds, format_label, format_ratio, format_summary, list_notes
+from dcpbench.compare.comparison_text import format_change, format_summary, list_notes
 from dcpbench.show import ci
-from dcpbench.show.numbers import format_short_number
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
@@ -22,7 +21,7 @@ def format_github(c: Comparison) -> str:
     errors += [ci.format_annotation("error", f.message, f"not judged: {f.rule}") for f in c.unjudged]
     failed = {(f.point, f.metric) for f in c.fails}
     warnings = [
-        ci.format_annotation("warning", f"{p.name}: {row.title} {row.verdict}, ratio {row.ratio or 0:.4f}", row.verdict)
+        ci.format_annotation("warning", f"{p.name}: {row.title} {row.verdict}: {format_change(row)}", row.verdict)
         for p in c.points
         for row in p.rows
         if row.is_worse and (p.name, row.metric) not in failed
@@ -51,8 +50,7 @@ def format_junit(c: Comparison) -> str:
 
 def _make_case(point: PointResult, row: Row, c: Comparison) -> Element:
     case = ci.make_junit_case(point.name, row.metric)
-    a, b = (format_short_number(value, 4) for value in (row.a, row.b))
-    text = f"{format_label(row)}: {a} → {b}, ratio {format_ratio(row)}{format_bounds(row)}: {row.verdict}"
+    text = f"{row.title}: {format_change(row)}: {row.verdict}"
     failure = next((f for f in c.fails if f.point == point.name and f.metric == row.metric), None)
     if failure:
         ci.add_junit_result(case, "failure", failure.message, text, of=failure.rule)

@@ -40,7 +40,7 @@ def render(c: Comparison, *, picture: str = "") -> str:
     parts.append("\n".join([HEAD, *(_render_row(p, row) for p in c.points[:MAX_POINTS] for row in p.rows)]))
     if len(c.points) > MAX_POINTS:
         parts.append(f"{len(c.points) - MAX_POINTS} more points are left out here; `--json` has them.")
-    if lines := list_unmatched(c):
+    if lines := [*list_unmatched(c), *(f"{p.name}: {t}" for p in c.points for t in p.not_compared)]:
         parts.append(format_bullet_list(map(format_markdown_text, lines), "Not compared"))
     parts.append(format_bullet_list(map(format_markdown_text, (format_method(c), *c.notes))))
     return "\n\n".join(parts) + "\n"
@@ -59,7 +59,8 @@ def _choose_sign(c: Comparison) -> str:
     rows = [row for point in c.points for row in point.rows]
     if c.fails or any(row.is_worse for row in rows):
         return "❌" if c.fails else "🔴"
-    undecided = not rows or any(row.verdict == "UNDECIDED" for row in rows)
+    lacking = any(t.absent_in == "b" for point in c.points for t in point.not_compared)
+    undecided = lacking or not rows or any(row.verdict == "UNDECIDED" for row in rows)
     return "❔" if undecided or c.findings else "✅"
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from dcpbench.compare.comparison import WORST_FIRST
 from dcpbench.compare.effects import MIN_LAUNCHES
 from dcpbench.show.model_fit import format_no_fit, format_range
+from dcpbench.show.numbers import format_short_number
 from dcpbench.show.text import format_capitalized, format_count, format_list
 
 if TYPE_CHECKING:
@@ -34,9 +35,11 @@ def format_ratio(row: Row) -> str:
     return "" if row.ratio is None or row.absolute else format_factor(row.ratio)
 
 
-def format_bounds(row: Row) -> str:
-    """Return ` [0.9981, 1.0042]`; empty without an interval."""
-    return "" if row.low is None or row.high is None else f" [{row.low:.4g}, {row.high:.4g}]"
+def format_change(row: Row) -> str:
+    """Return `27.56 → 20.52 ms, ratio 0.7446 [0.7411, 0.7481]`; without a ratio for small counts and if A is 0."""
+    bounds = "" if row.low is None or row.high is None else f" [{row.low:.4g}, {row.high:.4g}]"
+    ratio = "" if row.ratio is None or row.absolute else f", ratio {row.ratio:.4f}{bounds}"
+    return f"{format_short_number(row.a, 4)} → {format_short_number(row.b, 4)} {row.unit}{ratio}"
 
 
 def format_interval(row: Row) -> str:

@@ -8,10 +8,10 @@ import re
 from typing import TYPE_CHECKING, Literal
 
 from dcpbench.compare.comparison import Comparison, Finding, PointResult, Row
-from dcpbench.compare.comparison_text import format_bounds
+from dcpbench.compare.comparison_text import format_change
 from dcpbench.errors import UsageError
 from dcpbench.records import metrics
-from dcpbench.show.numbers import format_percent, format_short_number
+from dcpbench.show.numbers import format_percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -61,8 +61,8 @@ def apply_rules(comparison: Comparison, rules: Sequence[Rule]) -> None:
     """Judge the comparison by the rules: fill in its findings and the `gate` of each row.
 
     A sampled row fails if its corrected interval leaves out equality on the worse side and its ratio is beyond the limit.
-    It is undecided if the interval reaches beyond the limit, and unjudged if it has no test: a rule passes nothing that it
-    could not have failed. `undecided` without a rule of a metric fails for every row with the verdict UNDECIDED. With any
+    It is undecided if the interval reaches beyond the limit, and unjudged if it has no test or B lacks the metric: a rule passes
+    nothing that it could not have failed. `undecided` without a rule of a metric fails for every row with the verdict UNDECIDED. With any
     rule, points that ran in A and not in B fail, too: a change that breaks points is no faster for it.
     """
     comparison.rules = [rule.text for rule in rules]
@@ -74,6 +74,12 @@ def apply_rules(comparison: Comparison, rules: Sequence[Rule]) -> None:
         for row in point.rows:
             row.gate = ""
             findings += _apply_to_row(point, row, rules)
+        lacking = [] if "missing" in words else [(rule, point.find_missing_in_b(rule.name)) for rule in rules]
+        findings += [
+            Finding(rule=rule.text, point=point.name, message=f"{point.name}: not judged: {t}", status="unjudged")
+            for rule, t in lacking
+            if t is not None
+        ]
     if "undecided" in words and words <= {*WORDS}:
         findings += [
             _make_undecided_finding(p, row) for p in comparison.points for row in p.rows if row.verdict == "UNDECIDED"
@@ -99,7 +105,8 @@ def list_unused(comparison: Comparison, rules: Sequence[Rule]) -> list[str]:
     return [
         rule.text
         for rule in rules
-        if rule.name not in WORDS and not any(p.find_row(rule.name) for p in comparison.points)
+        if rule.name not in WORDS
+        and not any(p.find_row(rule.name) or p.find_missing_in_b(rule.name) for p in comparison.points)
     ]
 
 
@@ -116,8 +123,7 @@ def _apply_to_row(point: PointResult, row: Row, rules: Sequence[Rule]) -> Iterat
 
 def _describe_row(row: Row, rule: Rule, status: str) -> str:
     """Return the finding of a rule for a row, with the numbers and, if it is undecided, the possible findings."""
-    ratio = "" if row.ratio is None or row.absolute else f", ratio {row.ratio:.4f}{format_bounds(row)}"
-    numbers = f"{format_short_number(row.a, 4)} → {format_short_number(row.b, 4)} {row.unit}{ratio}"
+    numbers = format_change(row)
     if status == "fails":
         return f"{row.title} worse by more than {rule.limit}: {numbers}"
     if status == "unjudged":

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.compare.comparison import SideName, Workload
-    from dcpbench.compare.sides import Matched, Pair
+    from dcpbench.compare.sides import Matched, Pair, Side
     from dcpbench.points.point import Point
     from dcpbench.records.metrics import Error, Metric
     from dcpbench.records.record import Record
@@ -146,6 +146,9 @@ def _compare_point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[R
     for metric in list_compared_metrics(workload, options.metrics):
         kind = metric.errors.get(workload)
         left, right = ([_list_values(metric, kind, side) for side in sides] for sides in (pair.a, pair.b))
+        if kind is not None and (zero := _find_zero_rates(metric, pair)):
+            _compare_zero_rates(metric, pair, options, found, zero)
+            continue
         if not any(left) or not any(right):
             if any(left) or any(right):
                 found.not_compared.append(Uncompared(metric=metric.brief, absent_in="b" if any(left) else "a"))
@@ -208,6 +211,29 @@ def _compute_reach(metric: Metric, record: Record) -> tuple[float, float] | None
 
 def _list_values(metric: Metric, kind: Error | None, side: tuple[Run, list[Record]]) -> list[float]:
     return [v for record in side[1] if (v := get_comparable(metric, record, sampled=kind is not None)) is not None]
+
+
+def _compare_zero_rates(metric: Metric, pair: Pair, options: Options, found: PointResult, zero: SideName) -> None:
+    """Compare rates of which some are 0 on the side `zero`, by their ranges; of few launches, a CPU or a forecast they show nothing."""
+    left, right = ([_list_values(metric, None, launch) for launch in side] for side in (pair.a, pair.b))
+    shows = not found.forecast and (options.allow_cpu or not found.cpu)
+    if shows and min(sum(map(bool, side)) for side in (left, right)) >= effects.MIN_LAUNCHES:
+        found.rows.append(_compare_counts(metric, left, right, options.margin))
+    else:
+        found.not_compared.append(Uncompared(metric=metric.brief, absent_in=zero, zero=True))
+
+
+def _find_zero_rates(metric: Metric, pair: Pair) -> SideName | None:
+    """Return the side on which a rate, such as goodput, is 0 in any record: it has no logarithm, and is not missing.
+
+    A latency of 0 was not measured.
+    """
+    if metric.better != "higher":
+        return None
+    sides: tuple[tuple[SideName, Side], ...] = (("b", pair.b), ("a", pair.a))
+    return next(
+        (name for name, side in sides if any(metric.get_value(r) == 0 for _, records in side for r in records)), None
+    )
 
 
 def _estimate_launch(

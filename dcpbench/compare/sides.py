@@ -174,8 +174,12 @@ def _group_by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str,
 
 
 def _compute_identity(record: Record) -> bytes:
-    """Return the identity of a measurement and its copies; empty without a start time, because two equal ones may be distinct."""
-    return compute_measurement_digest(record) if has_results(record) and record.started_at else b""
+    """Return the identity of a measurement and its copies; empty if it is unknown when it was measured.
+
+    Files of other tools have no start, but times of requests, which no two measurements have in common.
+    """
+    known = record.started_at or record.origin
+    return compute_measurement_digest(record) if has_results(record) and known else b""
 
 
 def _is_repeated_replay(records: Sequence[Record], launch: Run, seen: set[tuple[str, str]], key: str) -> bool:

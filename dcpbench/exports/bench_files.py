@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from dcpbench.exports.measured_points import DECODE_STEPS, DID_NOT_RUN, MeasuredPoint, Rule, filter_points
 from dcpbench.points.names import CLOSED, GAMMA
+from dcpbench.records import formulas
 from dcpbench.records.metrics import PERCENTILES
+from dcpbench.records.record import OURS
 from dcpbench.serving.outcome import FINISHED, REJECTED
 from dcpbench.serving.samples import find_samples, read_samples
 
@@ -35,8 +37,19 @@ NO_TIME = Rule(
     "without a duration",
     lambda m: m.record.serve is not None and not (m.record.serve.wall_s or 0) > 0,
 )
+NO_SUMS = Rule(
+    "without the number of tokens in their duration",
+    lambda m: m.record.serve is not None and None in (m.record.serve.input_tokens, m.record.serve.output_tokens),
+)
 SEVERAL = Rule("with several instances, of which a file has no number", lambda m: bool(m.record.point.disaggregate))
-CARRIES = (DID_NOT_RUN, DECODE_STEPS, SEVERAL, NO_TIME, NOT_KNOWN)  # rules for points that neither file can represent
+CARRIES = (
+    DID_NOT_RUN,
+    DECODE_STEPS,
+    SEVERAL,
+    NO_TIME,
+    NO_SUMS,
+    NOT_KNOWN,
+)  # rules for points that neither file can represent
 SAME_NAMES = {name: name for name in ("ttft", "tpot", "itl", "e2el")}  # latencies by dcpbench's own names
 
 
@@ -101,12 +114,10 @@ class Requests:
         return {name: float(np.std(found)) * 1e3 for name, found in samples.items() if found}
 
     def count_max_in_flight(self) -> int:
-        """Return the maximum number of finished requests in flight; one that starts as another ends does not overlap it."""
-        done = self.list_finished()
-        events = [(self.start_times[i], 1) for i in done] + [
-            (self.start_times[i] + self.latencies[i], -1) for i in done
-        ]
-        return max(itertools.accumulate((change for _, change in sorted(events)), initial=0))
+        """Return the maximum number of finished requests in flight."""
+        return formulas.count_max_in_flight(
+            (self.start_times[i], self.start_times[i] + self.latencies[i]) for i in self.list_finished()
+        )
 
 
 def _format_error(row: Row) -> str:
@@ -127,9 +138,12 @@ class Totals:
         """Return the totals of the requests or, without them, of a run that cut none off, so that all tokens are theirs."""
         if requests is not None:
             done = requests.list_finished()
+            submitted = (
+                len(requests.errors) if serve.submitted is None else serve.submitted
+            )  # samples may lack failed ones
             return cls(
                 finished=len(done),
-                failed=len(requests.errors) - len(done),
+                failed=submitted - len(done),
                 input_tokens=sum(requests.input_lens[i] for i in done),
                 output_tokens=sum(requests.output_lens[i] for i in done),
             )
@@ -163,8 +177,13 @@ class ServedPoint:
 
     @property
     def max_concurrency(self) -> int | None:
-        """Return the concurrency of a closed loop; None for an open loop, which only the scheduler limits."""
-        return self.m.record.point.concurrency if self.load.arrival == CLOSED else None
+        """Return the maximum number of requests in flight that the client allows; None without a limit.
+
+        In an open loop of dcpbench's own engine, the concurrency limits the scheduler and not the client.
+        """
+        point = self.m.record.point
+        limited = self.m.origin != OURS and point.concurrency < self.load.requests
+        return point.concurrency if self.load.arrival == CLOSED or limited else None
 
     @property
     def request_rate(self) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.exports import RenderedFiles, encode_json_list, measured_points
+from dcpbench.models import ALIASES, SHAPES
 from dcpbench.points.axes import Role
 from dcpbench.points.point import select_point_axes
 from dcpbench.records.record import OURS
@@ -60,7 +61,7 @@ def _build_shared_fields(group: Sequence[MeasuredPoint]) -> dict[str, Any]:
         },
         "model": {
             "name": point.model,
-            "type": "mla-moe-decoder",
+            "type": _describe_architecture(point.model),
             "backend": point.backend,
             "origins": [first.origin],
             "extra_info": _convert_to_strings({"weights": point.weights}),
@@ -92,9 +93,18 @@ def _collect_facts(m: MeasuredPoint) -> dict[str, object]:
             "request_rate": point.load.request_rate or "",
             "input_tokens": point.load.input_tokens,
             "output_tokens": point.load.output_tokens,
-            "requests": point.load.requests,
+            "requests": point.load.requests or "",
         }
     return facts
+
+
+def _describe_architecture(model: str) -> str:
+    """Return attention and MLP of a published model, such as `mla-moe-decoder`; `decoder` for another model."""
+    name = model.rpartition("/")[2].lower()
+    shape = SHAPES.get(ALIASES.get(name, name))
+    if shape is None:
+        return "decoder"
+    return f"{'gqa' if shape.gqa else 'mla'}-{'moe' if shape.first_k_dense_replace < shape.layers else 'dense'}-decoder"
 
 
 def _describe_runner(env: Environment) -> dict[str, Any]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from dcpbench.exports.bench_files import ServedPoint
     from dcpbench.exports.measured_points import MeasuredPoint
+    from dcpbench.records.record import Record
 
 NAMES = {"e2el": "e2e_latency", "ttft": "ttft", "tpot": "tpot", "itl": "itl"}
 FILE = "sglang.jsonl"
@@ -31,7 +32,6 @@ def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
 
 def _build_result(p: ServedPoint) -> dict[str, Any]:
     serve, totals, wall = p.serve, p.totals, p.wall_s
-    ranks = p.m.record.point.ep_degree
     inputs, outputs = (
         bench_files.parse_fixed_length(p.load.input_tokens),
         bench_files.parse_fixed_length(p.load.output_tokens),
@@ -45,11 +45,7 @@ def _build_result(p: ServedPoint) -> dict[str, Any]:
         "random_input_len": inputs,
         "random_output_len": outputs,
         "random_range_ratio": 1.0 if inputs is not None and outputs is not None else None,
-        "server_info": {
-            "model_path": p.m.record.point.model,
-            **({"ep_size": ranks} if ranks else {}),
-            **({"layers": held} if (held := load_labels.describe_layers_held([p.m.record])) else {}),
-        },
+        "server_info": _describe_server(p.m.record),
         "duration": wall,
         "completed": totals.finished,
         "total_input_tokens": totals.input_tokens,
@@ -66,4 +62,18 @@ def _build_result(p: ServedPoint) -> dict[str, Any]:
     if p.requests is not None:
         lists = {name: each for name, each in vars(p.requests).items() if name not in ("latencies", "start_times")}
         found |= {"max_concurrent_requests": p.requests.count_max_in_flight(), **lists}
+    return found
+
+
+def _describe_server(record: Record) -> dict[str, Any]:
+    """Return the layout under SGLang's argument names, in which dp lies inside tp, and the layers that were held."""
+    point = record.point
+    found: dict[str, Any] = {"model_path": point.model}
+    if point.tp and point.pcp == 1:  # its own prefill context parallelism lies inside tp
+        found |= {f"{name}_size": getattr(point, name) for name in ("tp", "dp", "dcp", "pp")}
+        found["enable_dp_attention"] = point.dp > 1
+    if ranks := point.ep_degree:
+        found["ep_size"] = ranks
+    if held := load_labels.describe_layers_held([record]):
+        found["layers"] = held
     return found

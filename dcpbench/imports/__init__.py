@@ -109,7 +109,7 @@ def import_files(
     pairs = zip(results, shapes, strict=True)
     points = identity.number_repeats(_make_point(result, shape, engine, overrides) for result, shape in pairs)
     readings = [dataclasses.replace(own, result=result) for own, result in zip(readings, results, strict=True)]
-    records = [_make_record(*one, engine, overrides) for one in zip(readings, points, shapes, strict=True)]
+    records = [_make_record(*one, engine) for one in zip(readings, points, shapes, strict=True)]
     path = _write_run(list(zip(results, records, strict=True)), folder, force=force)
     all_errors = [*gathered.errors, *errors]
     from_names: dict[str, list[str]] = {}
@@ -335,7 +335,7 @@ def _make_point(result: Result, shape: Shape, engine: str, overrides: Overrides)
     return msgspec.structs.replace(point, workload="decode", load=None) if result.steps else point
 
 
-def _make_record(reading: Reading, point: Point, shape: Shape, engine: str, overrides: Overrides) -> Record:
+def _make_record(reading: Reading, point: Point, shape: Shape, engine: str) -> Record:
     result, serve = reading.result, reading.serve
     detail = {"source": Path(result.where).name, **{name: text for name, text in result.facts.items() if text}}
     if imported_metrics.CHUNK_GAPS in reading.warnings and (tokens := imported_metrics.count_chunk_tokens(result)):
@@ -343,7 +343,7 @@ def _make_record(reading: Reading, point: Point, shape: Shape, engine: str, over
     environment = Environment(device=result.device, device_count=point.gpus) if result.device else None
     record = Record(point=point, outcome="failed", detail=detail, origin=engine, environment=environment)
     if result.steps is not None:
-        warnings = ["cpu"] if overrides.gpu == CPU else []
+        warnings = ["cpu"] if result.device == CPU else []
         metrics = compute_decode_metrics(list(result.steps.samples_ms), point.concurrency, result.steps.ranks)
         return msgspec.structs.replace(record, outcome="ok", warnings=warnings, metrics=metrics)
     if serve is None:
@@ -351,7 +351,7 @@ def _make_record(reading: Reading, point: Point, shape: Shape, engine: str, over
         return msgspec.structs.replace(record, reason=reason)
     if imported_metrics.make_rows(result) is not None:
         serve = msgspec.structs.replace(serve, samples_file=make_samples_name(point))
-    more = {imported_metrics.NOMINAL: shape.nominal, "cpu": overrides.gpu == CPU}
+    more = {imported_metrics.NOMINAL: shape.nominal, "cpu": result.device == CPU}
     warnings = [*reading.warnings, *(warning for warning, is_set in more.items() if is_set)]
     return msgspec.structs.replace(
         record, outcome="ok", warnings=warnings, serve=serve, seconds=result.duration_s or 0.0

@@ -1,7 +1,8 @@
 """Read what AIPerf writes into its artifact folder: profile_export_aiperf.json, and profile_export.jsonl with a record per request.
 
-Fields are those of ai-dynamo/aiperf, docs/tutorials/working-with-profile-exports.md and src/aiperf/common/models. Its
-`inter_token_latency` is (request latency - TTFT) / (output tokens - 1) of a request, which is TPOT; its `inter_chunk_latency` are the
+Fields are those of ai-dynamo/aiperf, docs/tutorials/working-with-profile-exports.md, docs/reference/json-export-schema.md and
+src/aiperf/config/phases.py. Its `input_config` has the load in `loadgen`, or, in later versions, in the entry of `phases` that is
+measured. Its `inter_token_latency` is (request latency - TTFT) / (output tokens - 1) of a request, which is TPOT; its `inter_chunk_latency` are the
 gaps. Each value names its unit.
 """
 
@@ -34,7 +35,8 @@ NAMES = {
     "e2el": "request_latency",
 }
 MS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3, "seconds": 1e3}  # milliseconds of a unit
-CONSTANT = "constant"
+RATES = ("poisson", "gamma", "constant")  # arrivals at a rate, the first by default; `gamma` has a smoothness
+CONCURRENCY, FIXED_SCHEDULE = "concurrency", "fixed_schedule"  # a closed loop, and requests at the times of a file
 
 
 def join_requests(documents: Sequence[Document]) -> list[Document]:
@@ -86,18 +88,23 @@ def read(document: Document) -> Result:
     if details is not None:
         completed, failed = len(details.list_finished()), sum(map(bool, details.errors))
     done = round(completed or 0)
-    arrival, rate, burstiness, concurrency, trace = _read_load(config)
+    load = _read_load(document, config)
+    if load is None and details is None:
+        raise RecordsError(
+            f"{document.where} states neither a concurrency nor a request rate of the measured requests; add the "
+            "profile_export.jsonl of that run to its folder, which shows how many were in flight."
+        )
     endpoint = result.get_table(config, "endpoint")
-    names = endpoint.get("model_names")
+    urls = found if isinstance(found := endpoint.get("urls"), list) else []
     return Result(
         where=document.where,
-        model=result.read_model(names[0] if isinstance(names, list) and names else None, document.where),
+        model=result.read_model(_find_model(config), document.where),
         backend=OPENAI,
-        arrival=arrival,
-        request_rate=rate,
-        burstiness=burstiness,
-        concurrency=concurrency,
-        trace=trace,
+        arrival=load.arrival if load else CLOSED,
+        request_rate=load.rate if load else None,
+        burstiness=load.burstiness if load else 1.0,
+        concurrency=load.concurrency if load else None if details is None else details.count_max_in_flight(),
+        trace=load.trace if load else "",
         submitted=None if failed is None else done + round(failed),
         completed=done,
         failed=None if failed is None else round(failed),
@@ -106,22 +113,84 @@ def read(document: Document) -> Result:
         output_tokens=_sum_tokens(document, "total_osl", "output_sequence_length", done),
         lengths=(_find_length(document, "input_sequence_length"), _find_length(document, "output_sequence_length")),
         summary={ours: _summarize(document, ours, theirs, done) for ours, theirs in NAMES.items()},
-        settings={} if concurrency or rate or trace else {"load": UNKNOWN},
-        facts={"url": str(endpoint.get("url") or ""), "start": str(fields.get("start_time") or "")},
+        settings={} if load else {"load": UNKNOWN},
+        facts={"url": str(endpoint.get("url") or next(iter(urls), "")), "start": str(fields.get("start_time") or "")},
         details=details,
     )
 
 
-def _read_load(config: Mapping[str, Any]) -> tuple[str, float | None, float, int | None, str]:
-    """Return the arrival, rate, burstiness, concurrency and file of a load; a closed loop without clients if it is unknown."""
-    sent, given = result.get_table(config, "loadgen"), result.get_table(config, "input")
-    clients = result.read_integer(sent.get("concurrency"))
-    rate = sent.get("request_rate")
-    if given.get("fixed_schedule"):
-        return TRACE, None, 1.0, clients, Path(str(given.get("file") or "trace")).name
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Hold how requests were sent."""
+
+    arrival: str
+    concurrency: int | None  # clients of a closed loop, or the maximum number of requests in flight
+    rate: float | None = None
+    burstiness: float = 1.0
+    trace: str = ""
+
+
+def _read_load(document: Document, config: Mapping[str, Any]) -> Load | None:
+    """Return the load of the measured requests; None if the configuration does not have it.
+
+    The results of one of several measured phases lie in a folder with its name.
+
+    Raise RecordsError for several measured phases, whose requests the summary mixes, and for a phase that a load cannot hold.
+    """
+    if not (phases := _list_tables(config.get("phases"))):
+        sent, given = result.get_table(config, "loadgen"), result.get_table(config, "input")
+        if not (sent.get("concurrency") or sent.get("request_rate") or given.get("fixed_schedule")):
+            return None
+        pattern = sent.get("arrival_pattern") or sent.get("request_rate_mode") or RATES[0]
+        kind = FIXED_SCHEDULE if given.get("fixed_schedule") else pattern if sent.get("request_rate") else CONCURRENCY
+        phase = {"type": kind, "rate": sent.get("request_rate"), "smoothness": sent.get("arrival_smoothness")}
+        return _read_phase(document.where, phase | {"concurrency": sent.get("concurrency")}, given.get("file"))
+    measured = [p for p in phases if (p.get("kind") or p.get("name") or PROFILING) == PROFILING]
+    if len(measured) > 1:
+        folder = Path(_get_folder(document)).name
+        measured = [p for p in measured if p.get("name") == folder]
+        if len(measured) != 1:
+            raise RecordsError(
+                f"{document.where} mixes several measured phases; import the results of each phase, below phases/, by themselves."
+            )
+    trace = next((dataset.get("path") for dataset in _list_tables(config.get("datasets"))), None)
+    return _read_phase(document.where, measured[0], trace) if measured else None
+
+
+def _list_tables(value: object) -> list[dict[str, Any]]:
+    """Return the objects of a list, or of an object with a name for each."""
+    if isinstance(value, dict):
+        return [{"name": name, **entry} for name, entry in value.items() if isinstance(entry, dict)]
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+
+
+def _read_phase(where: str, phase: Mapping[str, Any], trace: object) -> Load:
+    """Return the load of a phase; `trace` is the path of the file with times. A concurrency that is not stated is 1."""
+    kind, clients = phase.get("type"), result.read_integer(phase.get("concurrency"))
+    if kind == FIXED_SCHEDULE:
+        return Load(TRACE, clients, trace=Path(str(trace or "trace")).name)
+    if kind in RATES and (rate := _read_rate(phase.get("rate"))) is not None:
+        shape = EVEN if kind == "constant" else min(_read_rate(phase.get("smoothness")) or 1.0, EVEN)
+        return Load(GAMMA, clients, rate, shape)
+    if kind == CONCURRENCY:
+        return Load(CLOSED, clients or 1)
+    raise RecordsError(
+        f"{where}: the measured phase of type {str(kind)[:40]} has neither one concurrency nor one rate, so that a point cannot "
+        "hold it; import runs of --concurrency, --request-rate or --fixed-schedule."
+    )
+
+
+def _read_rate(rate: object) -> float | None:
     if isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate <= MAX_NUMBER:
-        return GAMMA, float(rate), EVEN if sent.get("request_rate_mode") == CONSTANT else 1.0, clients, ""
-    return CLOSED, None, 1.0, clients, ""
+        return float(rate)
+    return None
+
+
+def _find_model(config: Mapping[str, Any]) -> object:
+    """Return the first model, which earlier versions name in `endpoint`, and later ones in `models`."""
+    names = result.get_table(config, "endpoint").get("model_names")
+    known = [entry.get("name") for entry in _list_tables(result.get_table(config, "models").get("items"))]
+    return next(iter(known or (names if isinstance(names, list) else ())), None)
 
 
 def _get_number(document: Document, name: str, statistic: str = "avg") -> float | None:

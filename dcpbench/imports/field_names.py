@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import UNKNOWN
+from dcpbench.records.record import CPU
 from dcpbench.show.text import fit_line, summarize_long_text
 
 if TYPE_CHECKING:
@@ -141,7 +142,9 @@ def read_hardware(fields: Mapping[str, Any]) -> str | None:
 
 
 def format_device(name: str) -> str:
-    """Return `NVIDIA H200` for `h200` and `AMD MI355X` for `mi355x`; other names stay as they are."""
+    """Return `NVIDIA H200` for `h200`, `AMD MI355X` for `mi355x` and `CPU` for `cpu`; other names stay as they are."""
+    if name.upper() == CPU:
+        return CPU
     vendor = next((vendor for vendor, form in VENDORS.items() if form.fullmatch(name.lower())), "")
     return f"{vendor} {name.upper()}" if vendor else name
 

@@ -3,7 +3,8 @@
 A report holds a benchmark for each load. Statistics are of the requests that succeeded within the measured time, in ms; the
 latency of requests is in s. Its `inter_token_latency_ms` has one value for each request, weighted by its tokens: the mean is that of
 all gaps, but its percentiles are not those of gaps. Its `time_per_output_token_ms` includes the first token, so that TPOT comes
-from the listed requests, if all are listed.
+from the listed requests, if all are listed. With a warm-up or a cool-down, requests that only overlap the measured time count with
+all of their tokens, so that rates are GuideLLM's own, which count the tokens within that time.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import msgspec
 
 from dcpbench.imports import result
 from dcpbench.imports.documents import Document
-from dcpbench.imports.result import EVEN, ONE_TOKEN, Result
-from dcpbench.imports.vllm import read_summary
+from dcpbench.imports.result import EVEN, ONE_TOKEN, Rates, Result
+from dcpbench.imports.vllm import read_summary, read_time
 from dcpbench.points.names import CLOSED, GAMMA, GUIDELLM, OPENAI, TOOLS, TRACE
 from dcpbench.records import formulas
 from dcpbench.records.record import Latencies
@@ -67,6 +68,9 @@ class Metrics(msgspec.Struct, frozen=True):
     time_to_first_token_ms: Status
     inter_token_latency_ms: Status
     iter_tokens_per_iteration: Status | None = None
+    requests_per_second: Status | None = None
+    output_tokens_per_second: Status | None = None
+    tokens_per_second: Status | None = None
 
 
 class Strategy(msgspec.Struct, frozen=True):
@@ -85,12 +89,26 @@ class Config(msgspec.Struct, frozen=True):
     backend: dict[str, Any] = {}
 
 
+class SchedulerMetrics(msgspec.Struct, frozen=True):
+    """Hold the times in s between which requests were sent and answered, and between which they were measured."""
+
+    request_start_time: float | None = None
+    measure_start_time: float | None = None
+    measure_end_time: float | None = None
+    request_end_time: float | None = None
+
+    def has_warmup(self) -> bool:
+        """Return whether a part of the requests was sent or answered outside the measured time."""
+        return (self.request_start_time, self.request_end_time) != (self.measure_start_time, self.measure_end_time)
+
+
 class File(msgspec.Struct, frozen=True):
     """Hold the fields of a benchmark that are read; others are ignored."""
 
     config: Config
     metrics: Metrics
     duration: float
+    scheduler_metrics: SchedulerMetrics = SchedulerMetrics()
     requests: dict[str, Any] = {}
 
 
@@ -117,12 +135,13 @@ def read(document: Document) -> Result:
         duration_s=found.duration,
         input_tokens=round(prompts.total_sum) if prompts else 0,
         output_tokens=round(answers.total_sum) if answers else 0,
+        rates=_read_rates(metrics) if found.scheduler_metrics.has_warmup() else None,
         lengths=(_find_length(prompts), _find_length(answers)),
         summary={
             "ttft": _summarize(document, "ttft", metrics.time_to_first_token_ms, totals.successful),
             "e2el": _summarize(document, "e2el", metrics.request_latency, totals.successful, 1e3),
             "itl": _summarize_gaps(metrics, several=several),
-            "tpot": _summarize_requests(found),
+            "tpot": _summarize_requests(document.where, found),
         },
         several_tokens=several,
         facts={
@@ -131,6 +150,16 @@ def read(document: Document) -> Result:
             "incomplete": str(totals.incomplete) if totals.incomplete else "",
         },
     )
+
+
+def _read_rates(metrics: Metrics) -> Rates | None:
+    """Return GuideLLM's own rates; None if the report does not have them all."""
+    found = [
+        status.successful.mean
+        for status in (metrics.tokens_per_second, metrics.output_tokens_per_second, metrics.requests_per_second)
+        if status is not None and status.successful is not None
+    ]
+    return Rates(found[0], found[1], gpus=1, requests=found[2]) if len(found) == 3 else None  # noqa: PLR2004 - all of them
 
 
 def _get_backend_field(found: File, name: str) -> object:
@@ -171,10 +200,11 @@ def _summarize_gaps(metrics: Metrics, *, several: bool) -> Latencies:
     return Latencies() if gaps is None or several or not gaps.mean else Latencies(mean=gaps.mean)
 
 
-def _summarize_requests(found: File) -> Latencies:
+def _summarize_requests(where: str, found: File) -> Latencies:
     """Return the statistics of TPOT of the listed requests; nothing if some are not listed."""
     listed = found.requests.get("successful")
     if not isinstance(listed, list) or len(listed) != found.metrics.request_totals.successful:
         return Latencies()
-    times = [r.get("inter_token_latency_ms") for r in listed if isinstance(r, dict) and r.get("time_to_first_token_ms")]
-    return formulas.summarize_latencies([t for t in times if isinstance(t, int | float) and not isinstance(t, bool)])
+    streamed = [r for r in listed if isinstance(r, dict) and r.get("time_to_first_token_ms")]
+    times = [read_time(Document(where, r), "inter_token_latency_ms") for r in streamed]
+    return formulas.summarize_latencies([t for t in times if t is not None])

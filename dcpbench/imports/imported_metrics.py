@@ -84,9 +84,10 @@ def _summarize_requests(result: Result, details: Details) -> Result:
     done, starts = details.list_finished(), details.start_times
     wall = result.duration_s
     if starts is not None:
-        wall = max(starts[i] + details.compute_latency(i) for i in done) - min(starts[i] for i in done)
-    streamed = any(details.ttfts[i] > 0 for i in done)
+        wall = max(starts[i] + details.compute_latency(i) for i in done) - min(starts)
     several = [i for i in done if details.output_lens[i] > 1]
+    decoded = not several or any(details.compute_latency(i) > details.ttfts[i] for i in several)
+    streamed = decoded and any(details.ttfts[i] > 0 for i in done)
     tpot = [(details.compute_latency(i) - details.ttfts[i]) / (details.output_lens[i] - 1) * 1e3 for i in several]
     samples = {
         "ttft": [details.ttfts[i] * 1e3 for i in done] if streamed else [],
@@ -107,11 +108,13 @@ def _fill_metrics(result: Result, gpus: int) -> ServeMetrics:
     times, wall_s = result.summary, result.duration_s
     if wall_s is not None and not wall_s > 0:
         raise RecordsError(f"{result.where}: the run took no time, so that there are no rates. Run it again.")
-    if result.rates is not None:
-        rate, total = result.rates.output * result.rates.gpus, result.rates.total * result.rates.gpus
+    requests: float | None
+    if (rates := result.rates) is not None:
+        rate, total, requests = rates.output * rates.gpus, rates.total * rates.gpus, rates.requests
     else:
         assert wall_s is not None
         rate, total = result.output_tokens / wall_s, (result.input_tokens + result.output_tokens) / wall_s
+        requests = None if result.completed is None else result.completed / wall_s
     per_token = times["tpot"].p50
     steady_tok_s, steady_s = _compute_steady(result)
     found = ServeMetrics(
@@ -122,7 +125,7 @@ def _fill_metrics(result: Result, gpus: int) -> ServeMetrics:
         output_tok_s=rate,
         output_tok_s_per_gpu=formulas.compute_tok_s_per_gpu(rate, gpus) if gpus else None,
         total_tok_s=total,
-        request_throughput=None if wall_s is None or result.completed is None else result.completed / wall_s,
+        request_throughput=requests,
         tok_s_per_user=formulas.compute_tok_s_per_user(per_token) if per_token else None,
         steady_tok_s=steady_tok_s,
         steady_s=steady_s,

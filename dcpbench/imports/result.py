@@ -16,6 +16,7 @@ import msgspec
 from dcpbench.errors import RecordsError
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.names import UNKNOWN
+from dcpbench.records import formulas
 from dcpbench.serving.load_words import MAX_TOKENS, parse_lengths
 from dcpbench.show.text import fit_line
 
@@ -59,6 +60,13 @@ class Details:
         """Return the end-to-end latency of a request in s."""
         return self.latencies[i] if self.latencies is not None else self.ttfts[i] + math.fsum(self.itls[i])
 
+    def count_max_in_flight(self) -> int:
+        """Return the maximum number of finished requests in flight. All requests have a start."""
+        starts = self.start_times or []
+        return formulas.count_max_in_flight(
+            (starts[i], starts[i] + self.compute_latency(i)) for i in self.list_finished()
+        )
+
     def has_token_times(self) -> bool:
         """Return whether every gap lies between two tokens, so that the time of every token is known."""
         return all(len(self.itls[i]) == self.output_lens[i] - 1 for i in self.list_finished())
@@ -66,7 +74,7 @@ class Details:
     def has_chunk_gaps(self) -> bool:
         """Return whether more than 2 % of the tokens arrived in a chunk with others, so that gaps are those of chunks."""
         gaps = sum(len(self.itls[i]) for i in self.list_finished())
-        return gaps < PER_TOKEN * sum(self.output_lens[i] - 1 for i in self.list_finished())
+        return 0 < gaps < PER_TOKEN * sum(self.output_lens[i] - 1 for i in self.list_finished())
 
     def has_divided_gaps(self) -> bool:
         """Return whether the tool divided gaps among the tokens of a chunk: a clock rarely yields equal gaps in a row."""
@@ -93,11 +101,12 @@ LENS = ("input_lens", "output_lens")  # lists that InferenceX's copy of the benc
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Hold tokens per second and GPU of a result that has neither sums nor a duration."""
+    """Hold tokens per second and GPU, as the tool computed them, of a result without sums over the measured time."""
 
     total: float
     output: float
     gpus: int
+    requests: float | None = None  # finished requests per second of all GPUs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -420,7 +429,10 @@ def read_first_integer(fields: Mapping[str, Any], names: Iterable[str]) -> int |
 
 def _check_values(value: object, what: str, *, signed: bool = False, limit: float = MAX_NUMBER) -> None:
     """Raise RecordsError unless numbers are finite, not negative and at most `limit`, and texts no longer than a name."""
-    if isinstance(value, list):
+    if isinstance(value, msgspec.Struct):
+        for field in value.__struct_fields__:
+            _check_values(getattr(value, field), f"{what}.{field}", signed=signed, limit=limit)
+    elif isinstance(value, list):
         for entry in value:
             _check_values(entry, what, signed=signed, limit=limit)
     elif isinstance(value, str) and len(value) > MAX_NAME:

@@ -17,6 +17,7 @@ from dcpbench.imports.vllm import read_experts, read_summary
 from dcpbench.points.instances import MAX_INSTANCES, Instances
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, SGLANG, TOOLS, TRACE
+from dcpbench.records.record import Latencies
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -98,7 +99,7 @@ def read(document: Document) -> Result:
         input_tokens=found.total_input_tokens,
         output_tokens=found.total_output_tokens,
         lengths=_read_lengths(found),
-        summary={ours: read_summary(document, ours, found.completed, theirs) for ours, theirs in NAMES.items()},
+        summary=_read_summaries(document, found),
         several_tokens=(found.accept_length or 1.0) > ONE_TOKEN or (details is not None and details.has_divided_gaps()),
         layout=deployment.layout,
         disaggregate=deployment.disaggregate,
@@ -112,6 +113,21 @@ def read(document: Document) -> Result:
         unread=result.list_unread(document, (*KNOWN, *field_names.SERVER), list(NAMES.values()), details),
         details=details,
     )
+
+
+def _read_summaries(document: Document, found: File) -> dict[str, Latencies]:
+    """Return the tool's own statistics.
+
+    Of an answer that was not streamed (--disable-stream) the tool writes the end-to-end latency as TTFT, a TPOT near 0, which
+    may be negative, and no gaps. Then TTFT and TPOT are unknown.
+    """
+    streamed = document.fields.get("mean_itl_ms") != 0 or found.total_output_tokens <= found.completed
+    return {
+        ours: read_summary(document, ours, found.completed, theirs)
+        if streamed or ours not in ("ttft", "tpot")
+        else Latencies()
+        for ours, theirs in NAMES.items()
+    }
 
 
 def _list_servers(info: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ numpy is imported when a value is computed, so that importing a name from this m
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,7 +21,7 @@ from dcpbench.records.record import Emulated, Latencies, Metrics, Percentiles
 from dcpbench.records.stats import PERCENTILES, compute_median_interval, compute_min_samples, compute_percentile
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -142,6 +143,12 @@ def compute_wall_s(requests: Sequence[RequestTimes]) -> float:
     if wall <= 0:
         raise UsageError("the run took no time; check the clock.")
     return wall
+
+
+def count_max_in_flight(spans: Iterable[tuple[float, float]]) -> int:
+    """Return the maximum number of spans (start, end) that overlap; one that starts as another ends does not overlap it."""
+    events = [event for start, end in spans for event in ((start, 1), (end, -1))]
+    return max(itertools.accumulate((change for _, change in sorted(events)), initial=0))
 
 
 def find_steady_window(

@@ -123,8 +123,7 @@ def _collect_ranked(frames: Frames) -> list[tuple[float, str]]:
 
 def describe_functional(frames: Frames) -> str:
     """State that times of a CPU allow no conclusion about performance; empty without CPU points."""
-    slow = frames.everything["cpu"]
-    if not slow.any():
+    if frames.everything.empty or not (slow := frames.everything["cpu"]).any():
         return ""
     nothing = "No conclusion about performance can be drawn from"
     if slow.all():
@@ -481,7 +480,8 @@ def describe_trust(frames: Frames, apart: list[float]) -> str:
     marked = frames.findings.points
     if len(marked):
         counts = point_warnings.summarize_warnings(marked, MAX_WARNINGS)
-        texts += [f"Points with a warning, of {len(frames.everything):,}: {counts}."] if counts else []
+        where = " on GPUs" if frames.cpu else ""
+        texts += [f"Points with a warning, of {len(marked):,}{where}: {counts}."] if counts else []
     return " ".join(texts)
 
 

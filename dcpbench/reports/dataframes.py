@@ -310,7 +310,7 @@ def _find_printed(table: pd.DataFrame, name: str) -> pd.Series[Any]:
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """Return each folder once, as a run with a unique name; raise the errors of `load`.
+    """Return each folder once, as a run with a unique name for each device in it; raise the errors of `load`.
 
     Lines that cannot be read are listed in the run, so that the others can be shown.
     """
@@ -319,7 +319,8 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
         raise UsageError("no run folder given; name at least one, as in `dcpbench report runs/latest`.")
     paths = [get_run_folder(folder).resolve() for folder in folders]
     names = make_unique_names(paths)
-    return [_load_run(folder, names[path]) for folder, path in zip(folders, paths, strict=True)]
+    runs = [_load_run(folder, names[path]) for folder, path in zip(folders, paths, strict=True)]
+    return [part for run in runs for part in joined_runs.split_by_device(run)]
 
 
 def _load_run(folder: Path, name: str) -> Run:

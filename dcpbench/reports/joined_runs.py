@@ -63,6 +63,28 @@ def _strip_maker(device: str) -> str:
     return device.casefold().removeprefix("nvidia ")
 
 
+def split_by_device(run: Run) -> list[Run]:
+    """Return a run for each device that dcpbench measured on, as after --resume on another machine; else the run itself.
+
+    Points of different devices are never compared. Records without a device stay with the first one, and so do imported ones,
+    whose devices are settings of their points.
+    """
+    shown = find_device_names([run])
+    own: dict[str, list[Record]] = {}
+    for record in run.records:
+        device = "" if is_imported_origin(get_origin(record)) else shown.get(get_device(record) or "", "")
+        own.setdefault(device, []).append(record)
+    rest = own.pop("", [])
+    if len(own) < 2:  # noqa: PLR2004 - one device
+        return [run]
+    first, *others = own
+    parts = [dataclasses.replace(run, name=f"{run.name} ({first})", records=[*rest, *own[first]])]
+    return parts + [
+        Run(name=f"{run.name} ({name})", folder=run.folder, records=own[name], path=run.path, places=run.places)
+        for name in others
+    ]
+
+
 def format_run(name: str, engines: Sequence[EngineRun]) -> str:
     """Return `run monday`, or the name of an engine alone: `vLLM 0.26.0`."""
     measured = {engine.run.name for engine in engines if not engine.imported}

@@ -220,7 +220,8 @@ def sweep(folder: Path, server: dict[str, Any], bench: dict[str, Any], runs: int
 def point(**changes: Any) -> Point:
     """Return a point of tp4·dcp4 with three clients; requests have 100 tokens in and several lengths out."""
     load = {"requests": 3, "input_tokens": "100", "output_tokens": "uniform:1-4"}
-    return build.point(Layout(4, 1, 4), 3, load | changes.pop("changed", {}), **({"context": 104} | changes))
+    clients = changes.pop("concurrency", 3)
+    return build.point(Layout(4, 1, 4), clients, load | changes.pop("changed", {}), **({"context": 104} | changes))
 
 
 def measured(

@@ -323,6 +323,7 @@ KINDS = {
         "x.json", text(tools.guidellm({"type_": "concurrent", "streams": 2})), imported("guidellm")
     ),
     "results of AIPerf": Kind("x.json", text(tools.aiperf()), imported("aiperf")),
+    "phases of AIPerf": Kind("x.json", text(tools.aiperf(input_config=tools.PHASES)), imported("aiperf")),
     "requests that AIPerf measured": Kind("x.jsonl", text(tools.line(7, [30.0, 31.0])), imported("aiperf", model="m")),
     "steps of vLLM": Kind("x.json", text(tools.forward_case("a", [9, 9])), imported("vllm-forward", model="m")),
     "batches of SGLang": Kind("x.json", text(tools.one_batch()), imported("sglang-one-batch", model="m")),

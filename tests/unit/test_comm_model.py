@@ -12,6 +12,7 @@ import pytest
 
 from dcpbench import cli
 from dcpbench.bench import calibration
+from dcpbench.bench.shown import comm_model_fit
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points import cluster_specs
 from dcpbench.points.comm_model import (
@@ -29,6 +30,7 @@ from dcpbench.points.gpus import GPUS
 from dcpbench.records.record import Emulated
 from dcpbench.serving.step_cases import Extent
 from dcpbench.serving.step_times import LINE, StepTimes, write_step_times
+from dcpbench.show import figure_style
 from tests.unit.step_times_builder import step_times
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -537,3 +539,16 @@ def test_collectives_in_steps_take_longer_by_the_lateness_factor():
     alone, late = (of.predict_seconds("made", 2, 10**6) for of in (comm_model, comm_model.in_step))
     assert (late.mean / alone.mean, late.high / alone.high) == pytest.approx((IN_STEP_FACTOR, IN_STEP_FACTOR))
     assert comm_model.in_step.predict_seconds("symm", 2, 10**6) == comm_model.predict_seconds("symm", 2, 10**6) == alone
+
+
+def test_picture_names_each_curve_by_ranks_and_barriers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [Call(name, tuple(samples)) for name, samples in cluster_specs.load_built_in("H200").calls.items()]
+    drawn = []
+    monkeypatch.setattr(figure_style, "save_figure", lambda figure, *_: drawn.append(figure))
+    comm_model_fit.write_picture(calls, tmp_path / "x.png", "Title")
+    for call, ax in zip(calls, drawn[0].axes, strict=True):
+        pairs = {(s.ranks, s.barriers) for s in call.samples}
+        labels = [line.get_label() for line in ax.lines]
+        assert len(labels) == len(set(labels)) == len(pairs) + len(call.ranks)
+        several = len({barriers for _, barriers in pairs}) > 1
+        assert sum("barrier" in label for label in labels) == (len(pairs) if several else 0)

@@ -151,6 +151,12 @@ class TestMatching:
         found = judge_sides(read_side([one, copy]), read_side([other]), Options())
         assert found.points[0].rows[0].launches == (1, 1)
 
+    def test_copies_of_an_imported_run_count_once(self, tmp_path: Path) -> None:
+        """Imports have no start time."""
+        record = msgspec.structs.replace(build.ok(build.point()), started_at="", origin="vllm")
+        sides = [read_side([build.write(tmp_path / side / str(i), [record]) for i in range(4)]) for side in "ab"]
+        assert judge_sides(*sides, Options()).points[0].rows[0].launches == (1, 1)
+
     def test_replays_with_the_same_step_times_are_one_measurement(self, tmp_path: Path) -> None:
         """The step times were measured once, independent of the number of replays."""
         point = serving.point(changed={"mode": "replay"})

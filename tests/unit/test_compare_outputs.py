@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,24 @@ def call(capsys: pytest.CaptureFixture[str]):
         return int(end.value.code or 0), *capsys.readouterr()
 
     return run
+
+
+def compare_goodput(tmp_path: Path, launches: int, goodput_s: float | None) -> Comparison:
+    """Compare launches of two served points with 3 good requests per second; the second one has another goodput in B."""
+
+    def write_side(side: str) -> list[Run]:
+        folders = []
+        for i in range(launches):
+            records = []
+            for clients in (8, 32):
+                record = serving.served(serving.point(Layout(4), clients))
+                good = goodput_s if (side, clients) == ("b", 32) else 3.0
+                serve = msgspec.structs.replace(record.serve, request_goodput=good)
+                records.append(msgspec.structs.replace(record, started_at=f"{side}{i}", serve=serve))
+            folders.append(build.write(tmp_path / side / str(i), records))
+        return sides.read_side(folders)
+
+    return judge_sides(write_side("a"), write_side("b"), Options(metrics=("goodput",)))
 
 
 def test_markdown_has_a_tick_only_if_all_is_decided_and_not_worse(tmp_path: Path) -> None:
@@ -169,6 +188,33 @@ class TestGate:
             "kimi-k2 tp1 flashinfer, 8 × 4,000 tokens: host syncs worse by more than +0: 0 → 1 /step"
         )
         assert not self.apply(tmp_path, "syncs:+1", build.ok(p), build.ok(p, host_syncs_per_step=1.0)).fails
+
+    def test_rise_from_zero_has_no_ratio(self, tmp_path: Path) -> None:
+        p = build.point()
+        found = compare_records(tmp_path, [build.ok(p)], [build.ok(p, host_syncs_per_step=3.0)])
+        assert "host syncs MORE: 0 → 3 /step" in comparison_ci.format_github(found)
+        assert "host syncs: 0 → 3 /step: MORE" in comparison_ci.format_junit(found)
+
+    @pytest.mark.parametrize(("launches", "code"), [(4, "fails"), (3, "unjudged")])
+    def test_goodput_that_falls_to_zero_does_not_pass(self, tmp_path: Path, launches: int, code: str) -> None:
+        """The other point has the metric on both sides. Ranges of four launches of each side prove the fall."""
+        found = compare_goodput(tmp_path, launches, 0.0)
+        fail_on.apply_rules(found, fail_on.read_rules("goodput:5%"))
+        (finding,) = [f for f in found.findings if "32 clients" in f.point]
+        assert finding.status == code
+        row = found.points[0].find_row("goodput")
+        if launches == 4:
+            assert row is not None
+            assert (row.a, row.b, row.verdict) == (3.0, 0.0, "FEWER")
+
+    def test_metric_that_b_lacks_at_one_point_is_not_judged(self, tmp_path: Path) -> None:
+        found = compare_goodput(tmp_path, 4, None)
+        fail_on.apply_rules(found, fail_on.read_rules("goodput:5%"))
+        (finding,) = [f for f in found.unjudged if "32 clients" in f.point]
+        assert finding.message.endswith("not judged: goodput (absent in B)")
+        assert "goodput (absent in B)" in comparison_markdown.render(found)
+        fail_on.apply_rules(found, fail_on.read_rules("goodput:5%,missing"))
+        assert [f.rule for f in found.fails] == ["missing"]
 
     def test_proven_slowdown_fails_only_beyond_its_limit(self, tmp_path: Path) -> None:
         found = compare_launches(tmp_path, 4, faster=1 / 1.05)
@@ -330,6 +376,25 @@ class TestOutputs:
         sweep = yaml.safe_load((EXAMPLES / "compare.yml").read_text())["jobs"]["compare"]["env"]["SWEEP"]
         with commands["sweep"].make_context("sweep", sweep.split()) as context:
             assert context.params["tp"] == "4"
+
+    def test_example_workflow_runs_again_in_the_folder_of_an_earlier_job(self, tmp_path: Path) -> None:
+        """A sweep refuses a folder with records. Rounds alternate: base, change, then change, base."""
+        steps = yaml.safe_load((EXAMPLES / "compare.yml").read_text())["jobs"]["compare"]["steps"]
+        (launch,) = [step["run"] for step in steps if step.get("name") == "Launch them in turn"]
+        for side in ("base", "change"):
+            program = tmp_path / f"env-{side}" / "bin" / "dcpbench"
+            program.parent.mkdir(parents=True)
+            program.write_text(
+                '#!/bin/sh\nfor last; do :; done\nmkdir -p "${last%/*}" && mkdir "$last" && echo "$last" >> log\n'
+            )
+            program.chmod(0o755)
+        for _ in range(2):
+            subprocess.run(["bash", "-e", "-c", launch], cwd=tmp_path, check=True)
+        done = (tmp_path / "log").read_text().split()
+        assert len(done) == 2 * 2 * 8
+        assert done[:4] == [
+            f"runs/{name}" for name in ("base/round-1", "change/round-1", "change/round-2", "base/round-2")
+        ]
 
     def test_launches_that_would_decide_are_stated_once(self, tmp_path: Path) -> None:
         """With fewer than four launches on each side, more of them are needed first; from four on, their number can be

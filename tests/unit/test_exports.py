@@ -23,6 +23,7 @@ from dcpbench.exports import (
 )
 from dcpbench.exports.measured_points import MeasuredPoint, compute_digest
 from dcpbench.imports import Overrides, import_files
+from dcpbench.points.layout import Layout
 from dcpbench.records.file import read_records
 from dcpbench.serving import samples
 from tests.unit import engine_files_builder as files
@@ -178,6 +179,17 @@ class TestVllm:
         found = parse_only_file(vllm.render([files.measured(tmp_path, served_point=point)]))
         assert (found["request_rate"], found["burstiness"], found["max_concurrency"]) == (2.5, 0.5, None)
 
+    def test_import_keeps_its_failed_requests_and_its_limit_of_an_open_loop(self, tmp_path: Path) -> None:
+        """Samples of an import lack the request that failed. Its client had at most 2 of 4 requests in flight."""
+        point = files.point(
+            concurrency=2, backend="vllm", changed={"arrival": "gamma", "request_rate": 2.5, "requests": 4}
+        )
+        m = files.measured(tmp_path, served_point=point)
+        serve = msgspec.structs.replace(m.record.serve, submitted=4, failed=1)
+        m = MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, origin="vllm", serve=serve))
+        found = parse_only_file(vllm.render([m]))
+        assert (found["completed"], found["failed"], found["max_concurrency"]) == (3, 1, 2)
+
     def test_layout_is_metadata_with_option_names_of_vllm(self) -> None:
         """The layout tp8·dp2·dcp2 is vLLM's tensor parallel 4 in each of 2 replicas. Metadata are strings."""
         m = files.served()
@@ -274,6 +286,14 @@ class TestSglang:
         assert found["random_input_len"] == 100
         assert found["random_output_len"] is None, "answers were of several lengths"
         assert found["itls"] == [pytest.approx([0.03, 0.031, 0.039]), pytest.approx([0.05]), []]
+
+    def test_layout_has_the_argument_names_of_sglang(self) -> None:
+        """In SGLang tp counts the GPUs of all replicas if dp is that of attention."""
+        m = MeasuredPoint("run", files.NOWHERE, build.served(build.point(Layout(8, 2, 2))))
+        (text,) = sglang.render([m]).files.values()
+        found = json.loads(text)["server_info"]
+        assert [found[f"{name}_size"] for name in ("tp", "dp", "dcp", "pp")] == [8, 2, 2, 1]
+        assert found["enable_dp_attention"] is True
 
     def test_fixed_lengths_are_exported(self) -> None:
         found = parse_only_file(sglang.render([files.served()]))
@@ -405,6 +425,24 @@ class TestHud:
                 assert all(isinstance(v, str) for v in r[part]["extra_info"].values())
         assert found[0]["runners"][0]["gpu_info"] == "NVIDIA H200"
         assert found[0]["dependencies"]["torch"]["version"] == "2.9.0"
+
+    @pytest.mark.parametrize(
+        ("model", "architecture"),
+        [
+            ("kimi-k2", "mla-moe-decoder"),
+            ("deepseek-ai/DeepSeek-V3", "mla-moe-decoder"),
+            ("llama-3.1-8b", "gqa-dense-decoder"),
+            ("qwen3-30b-a3b", "gqa-moe-decoder"),
+            ("org/model", "decoder"),
+        ],
+    )
+    def test_type_of_a_model_is_its_architecture(self, model: str, architecture: str) -> None:
+        m = files.decoded()
+        point = msgspec.structs.replace(m.record.point, model=model)
+        (first, *_) = parse_only_file(
+            hud.render([MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, point=point))])
+        )
+        assert first["model"]["type"] == architecture
 
     def test_repeats_are_values_of_one_record(self) -> None:
         point = record_builder.point(DCP)

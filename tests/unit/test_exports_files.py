@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dcpbench import exports
 from dcpbench.errors import OutputError, UsageError
-from dcpbench.exports import FORMATS, bmf, csv_table, export_runs, measured_points, parquet_table
+from dcpbench.exports import FORMATS, bmf, csv_table, export_runs, measured_points, parquet_table, vllm
 from dcpbench.exports.bench_files import Requests
 from dcpbench.exports.measured_points import MeasuredPoint
 from dcpbench.points.layout import Layout
@@ -58,6 +58,14 @@ def test_formats_of_rates_leave_out_points_without_duration(name: str, wall_s: f
     rendered = render([MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, serve=serve))])
     assert not rendered.files
     assert list(rendered.left_out) == ["without a duration"]
+
+
+def test_formats_of_requests_leave_out_points_without_sums() -> None:
+    """GuideLLM's rates of a measured time have no sums that belong to that time."""
+    m = files.served()
+    serve = msgspec.structs.replace(m.record.serve, input_tokens=None, output_tokens=None)
+    rendered = vllm.render([MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, serve=serve))])
+    assert list(rendered.left_out) == ["without the number of tokens in their duration"]
 
 
 class TestLayersHeld:

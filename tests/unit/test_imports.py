@@ -70,6 +70,30 @@ class TestWithDetails:
         assert found.output_tok_s == pytest.approx(10)
         assert found.total_tok_s == pytest.approx(307 / 0.7)
 
+    def test_wall_time_begins_with_a_request_that_failed(self, tmp_path: Path) -> None:
+        """The first request fails at 999.5 s, and the last token comes at 1000.7 s: 7 tokens in 1.2 s."""
+        first: dict[str, Any] = {"input_lens": 100, "output_lens": 0, "ttfts": 0.0, "itls": [], "errors": "refused"}
+        first |= {"latencies": 0.0, "start_times": 999.5}
+        whole = files.vllm()
+        lists = {name: [value, *whole[name]] for name, value in first.items()}
+        _, found = one(tmp_path, "vllm", whole | lists | {"num_prompts": 4, "failed": 1})
+        assert found.wall_s == pytest.approx(1.2)
+        assert found.output_tok_s == pytest.approx(7 / 1.2)
+
+    @pytest.mark.parametrize("detailed", [True, False])
+    def test_answers_of_sglang_without_streaming_have_no_ttft_and_no_tpot(
+        self, tmp_path: Path, *, detailed: bool
+    ) -> None:
+        """With --disable-stream TTFT is the whole latency, TPOT the difference of two clocks, and there are no gaps."""
+        e2e = {f"{name}_ttft_ms": 550.0 for name in ("mean", "median", "p99")}
+        tpot = {f"{name}_tpot_ms": -2e-4 for name in ("mean", "median", "p99")}
+        itl = {f"{name}_itl_ms": 0.0 for name in ("mean", "median", "std", "p95", "p99")}
+        result = files.sglang(**e2e, **tpot, **itl, ttfts=[0.6, 0.55, 0.5], itls=[[], [], []])
+        record, found = one(tmp_path, "sglang", result if detailed else files.without_details(result))
+        assert (found.ttft_ms.mean, found.tpot_ms.mean, found.itl_ms.mean, found.tok_s_per_user) == (None,) * 4
+        assert found.e2el_ms.mean == pytest.approx(550)
+        assert "chunk_gaps" not in record.warnings
+
     def test_sglang_wall_time_is_the_duration_of_the_file(self, tmp_path: Path) -> None:
         """SGLang's file has no start times."""
         _, found = one(tmp_path, "sglang", files.sglang())

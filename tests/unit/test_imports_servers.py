@@ -59,6 +59,14 @@ def collect_settings(records: list[Record]) -> set[tuple[str, str]]:
 class TestGpus:
     """Every pipeline stage and every prefill-context-parallel rank has GPUs of its own."""
 
+    @pytest.mark.parametrize(("options", "metadata"), [({"gpu": "cpu"}, {}), ({}, {"gpu": "cpu"})])
+    def test_server_on_a_cpu_is_a_functional_run(
+        self, tmp_path: Path, options: dict[str, str], metadata: dict[str, str]
+    ) -> None:
+        record, _ = one(tmp_path, "vllm", files.vllm(**metadata), **options)
+        assert record.environment is not None
+        assert (record.environment.device, "cpu" in record.warnings) == ("CPU", True)
+
     @pytest.mark.parametrize(
         ("degrees", "name", "gpus"),
         [

@@ -13,7 +13,7 @@ from dcpbench.errors import RecordsError, UsageError
 from dcpbench.imports import Overrides, import_files
 from dcpbench.records.file import read_records
 from dcpbench.serving.samples import read_samples
-from tests.unit.tool_files_builder import aiperf, forward_case, guidellm, line, one_batch, spread, stat
+from tests.unit.tool_files_builder import PHASES, aiperf, forward_case, guidellm, line, one_batch, spread, stat
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -116,6 +116,34 @@ class TestGuidellm:
         with pytest.raises(RecordsError, match="is not what GuideLLM writes: Object missing required field `config`"):
             imported(tmp_path, "guidellm", report(tmp_path, old))
 
+    def test_rates_with_a_warm_up_are_those_of_the_measured_time(self, tmp_path: Path) -> None:
+        """Requests that overlap the 2 s have 10 tokens, of which 6 came within them."""
+        own = {"output_tokens_per_second": 3.0, "tokens_per_second": 103.0, "requests_per_second": 1.0}
+        rates = {name: spread(value, value) for name, value in own.items()}
+        benchmark = guidellm({"type_": "concurrent", "streams": 2}, **rates)
+        times = {"request_start_time": 999.0, "measure_start_time": 1000.0}
+        times |= {"measure_end_time": 1002.0, "request_end_time": 1002.0}
+        for scheduler, wanted in (({}, (5.0, 155.0, 1.5)), (times, (3.0, 103.0, 1.0))):
+            path = report(tmp_path, benchmark | {"scheduler_metrics": scheduler})
+            (record,) = imported(tmp_path, "guidellm", path, tp=2)
+            assert record.serve is not None
+            assert (record.serve.output_tok_s, record.serve.total_tok_s, record.serve.request_throughput) == wanted
+
+
+@pytest.mark.parametrize("number", [10**400, 10**16, -1])
+def test_impossible_numbers_inside_a_benchmark_are_refused(tmp_path: Path, number: int) -> None:
+    case = forward_case("a", [9])
+    case["requests"][0]["kv_len"] = number
+    totals = {"successful": number, "incomplete": 0, "errored": 0, "total": 3}
+    benchmark = guidellm({"type_": "concurrent", "streams": 2}, request_totals=totals)
+    for tool, path in (("vllm-forward", write(tmp_path / "x.json", case)), ("guidellm", report(tmp_path, benchmark))):
+        with pytest.raises(RecordsError, match=r"was the file damaged|less than nothing"):
+            imported(tmp_path, tool, path, model="m")
+    listed = guidellm({"type_": "concurrent", "streams": 2})
+    listed["requests"]["successful"][0]["inter_token_latency_ms"] = number
+    with pytest.raises(RecordsError, match="which is no time in ms"):
+        imported(tmp_path, "guidellm", report(tmp_path, listed))
+
 
 BEGIN_NS = 1_759_813_207_532_900_363
 
@@ -171,17 +199,24 @@ class TestAiperf:
         assert rows[0].token_s == pytest.approx([0.5, 0.53, 0.561, 0.6])
 
     def test_requests_without_a_summary_have_no_model_and_load(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "profile_export.jsonl", line(BEGIN_NS, [30.0]), line(BEGIN_NS + 1, [31.0]))
+        later = line(BEGIN_NS + 9_000_000_000, [31.0])
+        path = write(tmp_path / "profile_export.jsonl", line(BEGIN_NS, [30.0]), line(BEGIN_NS + 1, [31.0]), later)
         with pytest.raises(UsageError, match="names no model; add --model NAME"):
             imported(tmp_path, "aiperf", path)
         (record,) = imported(tmp_path, "aiperf", path, model="m")
-        assert record.point.settings == "load=unknown"
+        assert (record.point.settings, record.point.concurrency) == ("load=unknown", 2), "two of three overlap"
 
     @pytest.mark.parametrize(
         ("load", "given", "wanted"),
         [
             ({"request_rate": 2.0}, {}, ("gamma", 2.0, 1.0, "")),
             ({"request_rate": 2.0, "request_rate_mode": "constant"}, {}, ("gamma", 2.0, 1e6, "")),
+            ({"request_rate": 2.0, "arrival_pattern": "constant"}, {}, ("gamma", 2.0, 1e6, "")),
+            (
+                {"request_rate": 2.0, "arrival_pattern": "gamma", "arrival_smoothness": 0.5},
+                {},
+                ("gamma", 2.0, 0.5, ""),
+            ),
             ({}, {"fixed_schedule": True, "file": "/data/chat.jsonl"}, ("trace", None, 1.0, "chat.jsonl")),
         ],
     )
@@ -193,6 +228,59 @@ class TestAiperf:
         found = record.point.load
         assert found is not None
         assert (found.arrival, found.request_rate, found.burstiness, found.trace) == wanted
+
+    @pytest.mark.parametrize(
+        ("phase", "wanted"),
+        [
+            ({"type": "concurrency", "concurrency": 32}, ("closed", None, 1.0, "", 32)),
+            ({"type": "concurrency"}, ("closed", None, 1.0, "", 1)),
+            ({"type": "poisson", "rate": 2.0, "concurrency": 3}, ("gamma", 2.0, 1.0, "", 3)),
+            ({"type": "gamma", "rate": 2.0, "smoothness": 0.5}, ("gamma", 2.0, 0.5, "", 4)),
+            ({"type": "constant", "rate": 2.0}, ("gamma", 2.0, 1e6, "", 4)),
+            ({"type": "fixed_schedule"}, ("trace", None, 1.0, "chat.jsonl", 4)),
+        ],
+    )
+    def test_load_and_model_are_read_from_phases(
+        self, tmp_path: Path, phase: dict[str, Any], wanted: tuple[object, ...]
+    ) -> None:
+        """Later versions list phases. The first one warms up. Without a concurrency all 4 requests may be in flight."""
+        config = PHASES | {"phases": [PHASES["phases"][0], {"name": "profiling", **phase}]}
+        (record,) = imported(tmp_path, "aiperf", write(tmp_path / "a.json", aiperf(input_config=config)))
+        point, found = record.point, record.point.load
+        assert found is not None
+        assert (found.arrival, found.request_rate, found.burstiness, found.trace, point.concurrency) == wanted
+        assert (point.model, record.detail["url"]) == ("org/model", "http://localhost:8000")
+
+    def test_phases_of_another_form_are_read_or_refused(self, tmp_path: Path) -> None:
+        warm, main = {"type": "concurrency", "concurrency": 9}, {"type": "concurrency", "concurrency": 32}
+        config = {"models": {"items": [{"name": "org/model"}]}, "phases": {"warmup": warm, "profiling": main}}
+        (record,) = imported(tmp_path, "aiperf", write(tmp_path / "a.json", aiperf(input_config=config)))
+        assert record.point.concurrency == 32
+        for odd in (5, "profiling", [1]):
+            path = write(tmp_path / "a.json", aiperf(input_config=config | {"phases": odd}))
+            with pytest.raises(RecordsError, match="states neither a concurrency nor a request rate"):
+                imported(tmp_path, "aiperf", path)
+
+    def test_phase_of_several_is_the_one_of_the_folder(self, tmp_path: Path) -> None:
+        phases = [
+            {"name": name, "kind": "profiling", "type": "concurrency", "concurrency": n}
+            for name, n in (("low", 4), ("high", 64))
+        ]
+        summary = aiperf(input_config={"models": {"items": [{"name": "org/model"}]}, "phases": phases})
+        with pytest.raises(RecordsError, match="mixes several measured phases; import the results of each phase"):
+            imported(tmp_path, "aiperf", write(tmp_path / "a.json", summary))
+        (record,) = imported(tmp_path, "aiperf", write(tmp_path / "phases" / "high" / "a.json", summary))
+        assert record.point.concurrency == 64
+
+    def test_summary_with_an_unknown_concurrency_is_refused(self, tmp_path: Path) -> None:
+        """The number of requests is not the number of clients. Users at a common rate have neither."""
+        path = write(tmp_path / "a.json", aiperf({}))
+        with pytest.raises(RecordsError, match=r"neither a concurrency nor a request rate .*; add the profile_export"):
+            imported(tmp_path, "aiperf", path)
+        phases = [{"name": "profiling", "type": "user_centric", "rate": 2.0, "users": 3}]
+        path = write(tmp_path / "a.json", aiperf(input_config={"phases": phases}))
+        with pytest.raises(RecordsError, match="phase of type user_centric has neither one concurrency nor one rate"):
+            imported(tmp_path, "aiperf", path)
 
     def test_time_in_an_unknown_unit_is_refused(self, tmp_path: Path) -> None:
         path = write(tmp_path / "profile_export_aiperf.json", aiperf(request_latency=stat("ticks", 300.0)))

@@ -71,6 +71,24 @@ def test_copy_of_a_run_is_no_repeat(tmp_path: Path) -> None:
     assert row["repeats"] == 1
 
 
+def test_points_of_different_gpus_in_one_file_are_not_compared(tmp_path: Path) -> None:
+    """A run may be resumed on another machine. Without an environment, a rejected point belongs to the first GPU."""
+    other = msgspec.structs.replace(build.GPU, device="NVIDIA H100")
+    slow, dcp = (
+        msgspec.structs.replace(exact(point, 11), environment=other)
+        for point in (build.point(TP, repeat=1), build.point(DCP))
+    )
+    folder = build.write(tmp_path / "run", [exact(build.point(TP), 10), slow, dcp, build.rejected(build.point(DP))])
+    read = dataframes.load_frames([folder])
+    h200, h100 = "run (NVIDIA H200)", "run (NVIDIA H100)"
+    assert sorted(zip(read.points["run"], read.points["layout"], read.points["repeats"], strict=True)) == [
+        (h100, "tp4", 1),
+        (h100, "tp4·dcp4", 1),
+        (h200, "tp4", 1),
+    ]
+    assert list(read.others["run"]) == [h200]
+
+
 def test_runs_of_different_environments_are_refused_as_repeats(tmp_path: Path) -> None:
     """The first difference is named; a record without an environment, such as a rejected one, does not matter."""
     other = msgspec.structs.replace(build.GPU, nccl="2.99", triton="9")

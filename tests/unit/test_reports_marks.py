@@ -55,6 +55,16 @@ def test_mark_of_some_points_is_shown_per_point_with_the_clock_drop(tmp_path: Pa
     )
 
 
+def test_points_on_gpus_next_to_cpu_points_are_counted_apart(tmp_path: Path) -> None:
+    """Only the point on GPUs has a warning that counts, and its times do reflect performance."""
+    cpu = build.ok(build.point(TP), environment=build.CPU, warnings=["cpu", "noisy"])
+    folders = [build.write(tmp_path / name, [r]) for name, r in (("gpu", ok(TP, "drift")), ("cpu", cpu))]
+    read = dataframes.load_frames(folders)
+    assert trust(read).endswith("Points with a warning, of 1 on GPUs: 1 drift.")
+    page = render.render_page("Title", sections.build_sections(read, []), read)
+    assert '<p class="mark">CPU: 1 of 2 points are a functional run. No conclusion' in page
+
+
 def test_mark_of_all_points_is_shown_once(tmp_path: Path) -> None:
     """Clocks drop by 25 % and 1 - 1,782 / 1,980 = 10 %; only `noisy` differs between the points."""
     less = msgspec.structs.replace(LOWERED, sm_clock_mhz_min=1782)

@@ -65,6 +65,17 @@ def stat(unit: str, avg: float, **more: float) -> dict[str, Any]:
     return {"unit": unit, "avg": avg, **more}
 
 
+PHASES: dict[str, Any] = {  # configuration that later versions of AIPerf write
+    "models": {"items": [{"name": "org/model"}]},
+    "endpoint": {"urls": ["http://localhost:8000"]},
+    "datasets": [{"path": "/data/chat.jsonl"}],
+    "phases": [
+        {"name": "warmup", "type": "concurrency", "concurrency": 9},
+        {"name": "profiling", "type": "gamma", "rate": 2.0, "smoothness": 0.5, "concurrency": 3},
+    ],
+}
+
+
 def aiperf(load: dict[str, Any] | None = None, given: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     """Return a summary of AIPerf, as exported without the fields that are not set."""
     return {

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.show.numbers import BYTES, format_percent, format_short_number, format_with_unit
+from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("call", "ranks", "received", "launch", "a rank more", "rate", "error p50", "p90", "a doubling of ranks")
 STEPS = 60  # number of points of a curve
+LINES = ("-", "--", ":")  # styles of the curves, by their number of barriers
 
 
 def format_row(q: Quality) -> list[str]:
@@ -55,8 +57,11 @@ def make_table(found: Iterable[Quality]) -> Table:
 
 
 def write_picture(calls: Sequence[Call], path: Path, title: str) -> None:
-    """Write a PNG with a panel for each call: times as marks, the model as a line, a colour per number of ranks."""
+    """Write a PNG with a panel for each call: times as marks, the model as a line for each number of barriers, a colour per number
+    of ranks.
+    """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
     from dcpbench.show.figure_style import COLOURS, MARKERS, apply_style, choose_columns, save_figure
 
@@ -73,15 +78,32 @@ def write_picture(calls: Sequence[Call], path: Path, title: str) -> None:
             ax = figure.add_subplot(rows, columns, place)
             ax.set_title(call.name, loc="left")
             ax.set(xscale="log", yscale="log", xlabel="bytes that a rank receives (log scale)", ylabel="µs (log scale)")
+            ax.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_with_unit(size, BYTES)))
+            ax.yaxis.set_major_locator(LogLocator(10, subs=(1, 1.5, 2, 3, 5, 7)))
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda us, _: f"{us:,g}"))
+            ax.minorticks_off()
+            counts = sorted({s.barriers for s in call.samples})
             for n in call.ranks:
                 of = [s for s in call.samples if s.ranks == n]
-                ax.plot([s.received_bytes for s in of], [s.us for s in of], linestyle="", label=f"{n} ranks", **look[n])
+                ax.plot(
+                    [s.received_bytes for s in of],
+                    [s.us for s in of],
+                    linestyle="",
+                    label=f"{n} ranks, measured",
+                    **look[n],
+                )
                 for barriers in sorted({s.barriers for s in of}):
                     sizes = [s.received_bytes for s in of if s.barriers == barriers]
                     low, high = math.log(min(sizes)), math.log(max(sizes))
                     along = [math.exp(low + (high - low) * i / STEPS) for i in range(STEPS + 1)]
                     ax.plot(
-                        along, [call.predict_us(n, x, barriers) for x in along], color=look[n]["color"], linewidth=1
+                        along,
+                        [call.predict_us(n, x, barriers) for x in along],
+                        color=look[n]["color"],
+                        linewidth=1,
+                        linestyle=LINES[counts.index(barriers) % len(LINES)],
+                        label=f"{n} ranks, model"
+                        + (f", {format_count(barriers, 'barrier')}" if len(counts) > 1 else ""),
                     )
             ax.legend(fontsize=8)
         save_figure(figure, path, "png")

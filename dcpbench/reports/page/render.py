@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
+from dcpbench.reports.answer import describe_functional
 from dcpbench.reports.page.points import MAX_POINTS, build_page_data, format_brief
 from dcpbench.reports.plots import KV
 from dcpbench.reports.sections import FOLDED
@@ -97,6 +98,7 @@ def render_page(
         # after this section comes what a reader makes of the points himself
         "explore_after": (with_charts or [section.slug for section in sections[:1]] or [""])[-1],
         "data": data,
+        "functional": describe_functional(frames) or "CPU: functional run.",
         "block": web.format_json_block(data),
         "theme": web.read_asset(web.STYLE),
         "style": read_own_asset("report.css"),
