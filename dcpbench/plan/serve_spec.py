@@ -28,6 +28,7 @@ from dcpbench.points.names import (
     format_flag,
     format_setting,
 )
+from dcpbench.points.pipeline import check_micro_batches
 from dcpbench.points.point import LOAD_AXES, Load
 from dcpbench.records.stats import OBJECTIVE, compute_min_samples, find_highest_percentile
 from dcpbench.serving.load_words import (
@@ -344,6 +345,9 @@ def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
     """
     options = {name: SERVE_SPEC_PARSERS[name](name, value) for name, value in given.items() if value is not None}
     options.pop("step_times", None)
+    check_micro_batches(
+        cast("int | None", options.get("micro_batches")), cast("tuple[int, ...]", options.get("pp", (1,)))
+    )
     base = get_defaults(probe) | get_serve_defaults(probe)
     loads, settings = read_loads(options, get_serve_defaults(probe) | get_default_clients(probe.device))
     settings |= {"step_times": resolve_step_times(given) or ""}
