@@ -271,8 +271,8 @@ def _group_turns(requests: SequenceOf[ServeRequest]) -> dict[int, _Turn]:
 
 
 def _get_turn(request: ServeRequest) -> tuple[int, int]:
-    """Return the key of a turn: the session, or of a request without one its number, and the turn's number."""
-    return (-1 - request.number if request.session is None else request.session), request.turn
+    """Return the key of a turn; of a request without a session one of its own."""
+    return request.session_turn or (-1 - request.number, 0)
 
 
 def _get_place(turn: tuple[float, int, ServeRequest]) -> tuple[float, int]:
