@@ -102,11 +102,11 @@ dcp.charts = (() => {
   }
 
   /** Return the positions of a series' points along an axis: series of one layout that share a load are drawn side by side, as one
-      would hide the other, within half the distance to the next load. */
+      would hide the other, within half the distance to the next load and inside the frame. */
   function placeSideBySide(points, axis) {
     const place = axis.type === "log" ? [Math.log10, (v) => 10 ** v] : [(v) => v, (v) => v];
     const at = [...new Set(points.map(along))].map(place[0]).sort((a, b) => a - b);
-    const gap = Math.min(...at.slice(1).map((v, i) => v - at[i]), Infinity);
+    const gap = Math.min(...at.slice(1).map((v, i) => v - at[i]), 3 * (at[0] - axis.range[0]));
     const shifts = new Map();
     for (const [, own] of grouped(points, (p) => series[p.series].colour)) {
       const shared = [...grouped(own, along).values()].some((here) => new Set(here.map((p) => p.series)).size > 1);
