@@ -308,7 +308,10 @@ METRICS: tuple[Metric, ...] = (
         title="output throughput per GPU",
         heading="tok/s/GPU",
         term="per GPU",
-        defined=_make_definitions("output throughput / tp; neither dp nor dcp adds GPUs"),
+        defined={
+            DECODE: "output throughput / tp; neither dp nor dcp adds GPUs",
+            SERVE: "output throughput / GPUs of all instances and stages; neither dp nor dcp adds GPUs",
+        },
     ),
     Metric(
         "tok_s_per_user",
@@ -323,7 +326,7 @@ METRICS: tuple[Metric, ...] = (
         term="per user",
         defined={
             DECODE: "1000 / step time in ms; times the tokens of a step with drafts",
-            SERVE: "1000 / median ITL in ms",
+            SERVE: "1000 / median ITL in ms; with drafts 1000 / median TPOT",
         },
     ),
     Metric(
