@@ -89,7 +89,7 @@ class TestLoads:
 
     def test_load_text_describes_the_sessions(self) -> None:
         text = format_load(make_load(turns="4", turn_tokens="7", think_time=2.5), 3)
-        assert "in sessions of 4 turns, 7 tokens each later one, 2.5 s between them" in text
+        assert "in sessions of 4 turns, 7 new tokens each later turn, 2.5 s between turns" in text
 
 
 def replay(load: Load, clients: int | None, **changes: object) -> Traffic:
@@ -509,4 +509,4 @@ class TestSubAgents:
             ServeLoads(num_requests=8, input_tokens=("10",), output_tokens=("5",), chunk=(64,), **options)
 
     def test_words(self) -> None:
-        assert "4 sub-agents at once after each but the last" in format_load(self.LOAD, 2)
+        assert "4 sub-agents after each turn but the last" in format_load(self.LOAD, 2)
