@@ -274,6 +274,9 @@ def test_metrics_and_table_have_the_cached_tokens_of_each_turn() -> None:
         ["3", "4", "100", "64 %"],
     ]
     assert build_table(frames, "replay").rows == []
+    point = msgspec.structs.replace(point, load=make_load(turns="2", subagents=3))
+    frames = SimpleNamespace(records=[SimpleNamespace(serve=found, point=point)])
+    assert [row[2] for row in build_table(frames, "live").rows] == ["1", "1, sub-agents", "2"]
 
 
 def test_concurrency_above_the_number_of_sessions_is_refused() -> None:
