@@ -192,7 +192,7 @@ class ServeLoads:
                     )
         elif self.trace:
             raise UsageError(
-                f"--sessions and --requests {self.trace.path} contradict each other, as the file has the sessions; leave --sessions out."
+                f"--sessions and --requests {self.trace.path} contradict each other, as the file defines the requests; leave --sessions out."
             )
         elif compute_max_turns(self.turns) > MAX_TURNS:
             raise UsageError(f"--sessions turns={self.turns}: a session has at most {MAX_TURNS:,} turns; try turns=4.")

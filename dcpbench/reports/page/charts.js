@@ -139,7 +139,8 @@ dcp.charts = (() => {
   const along = (point) => (point.arrival === "gamma" ? point.load_request_rate : point.concurrency);
   const byLoad = (points) => [...points].sort((a, b) => along(a) - along(b));
   const switchedOn = (figure, points) => points.filter((p) => !figure.off.has(series[p.series].name));
-  const against = (point) => (point.arrival === "gamma" ? "request rate (requests/s)" : "concurrency (requests in flight)");
+  const AGAINST = { gamma: "request rate (requests/s)", closed: "concurrency (closed loop)" }; // by arrival of served requests
+  const against = (point) => AGAINST[point.arrival] ?? "concurrency (requests in flight)";
 
   /** Draw lines over load; `stats` are [column, name] pairs: the first is a line, the others are dashes. */
   function overLoad(figure, points, stats) {
