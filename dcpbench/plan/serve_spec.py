@@ -449,9 +449,8 @@ def find_short_slos(loads: ServeLoads, slo: Mapping[str, float], trace_path: str
 def _load_trace(typed: dict[str, object]) -> Trace | None:
     """Return the file of --requests; raise UsageError for options that set what the file defines."""
     path, form, columns, unit, block = (typed.pop(name, None) for name in FILE)
-    reading = Reading(
-        format=str(form or ""), columns=str(columns or ""), unit=str(unit or ""), block_size=_to_int(block)
-    )
+    size = block if isinstance(block, int) else 0
+    reading = Reading(format=str(form or ""), columns=str(columns or ""), unit=str(unit or ""), block_size=size)
     if block is not None:
         check_positive("trace_block_size", reading.block_size)
     check_reading(reading)
@@ -467,10 +466,6 @@ def _load_trace(typed: dict[str, object]) -> Trace | None:
                 f"{format_flag(name)} and --requests {path} contradict each other, as the file has them; leave {format_flag(name)} out."
             )
     return read_requests(Path(str(path)), reading)
-
-
-def _to_int(value: object) -> int:
-    return value if isinstance(value, int) else 0
 
 
 def _apply_preset(typed: dict[str, object]) -> None:
