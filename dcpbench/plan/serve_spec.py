@@ -309,8 +309,10 @@ class ServeLoads:
         }
 
     def _suggest_more_requests(self, concurrency: int) -> str:
-        """Return `--num-requests N, or ` for ten times as many requests as clients; empty if that is too many."""
-        return f"{self.suggest_requests(10 * concurrency)}, or " if 10 * concurrency <= MAX_REQUESTS else ""
+        """Return `--num-requests N, or ` for a session or ten requests for each client; empty if that is too many."""
+        turns = compute_max_turns(self.turns)
+        count = concurrency * max(10, turns + (turns - 1) * self.subagents)
+        return f"{self.suggest_requests(count)}, or " if count <= MAX_REQUESTS else ""
 
     def suggest_requests(self, count: int) -> str:
         """Return the option with which `count` requests are sent."""

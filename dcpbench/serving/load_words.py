@@ -168,7 +168,7 @@ def format_load(load: Load, concurrency: int) -> str:
     what = f"of {load.trace}" if load.trace else f"× {load.input_tokens}→{load.output_tokens} tokens"
     sessions = f" in {format_sessions(load)}" if load.sessions else ""
     groups = f" by {load.prefix_groups:,} groups" if (load.prefix_groups or 1) > 1 else ""
-    shared = f", {load.prefix_share:.0%} shared{groups}" if load.prefix_share else ""
+    shared = f", {load.prefix_share * 100:g}% shared{groups}" if load.prefix_share else ""
     bound = f", {concurrency} at once" if load.arrival != CLOSED and concurrency < load.requests else ""
     return f"{who}, {load.requests:,} {what}{sessions}{shared}{bound}{', replay' if load.mode == REPLAY else ''}"
 

@@ -288,6 +288,10 @@ def test_concurrency_above_the_number_of_sessions_is_refused() -> None:
     ):
         list(ServeLoads(**plain, concurrency=(4,), turns="8").iter_loads())
     assert [c for c, _ in ServeLoads(**plain, concurrency=(2,), turns="8").iter_loads()] == [2]
+    with pytest.raises(
+        UsageError, match="use --num-requests 128, or a smaller"
+    ):  # 4 turns, 3 times 20 sub-agents: 64 each
+        list(ServeLoads(**plain, concurrency=(2,), turns="4", subagents=20).iter_loads())
     assert read_loads({"turns": "8"}, plain | {"concurrency": (4,)})[0].concurrency == (2,)
     assert read_loads({}, plain | {"concurrency": (4,)})[0].concurrency == (4,)
 
