@@ -116,7 +116,7 @@ def compare_metrics(
         ("ITL p50 ms", float(np.median(gaps)), m.itl_ms.p50),
         ("ITL p99 ms", float(np.percentile(gaps, 99)), m.itl_ms.p99),
         ("output tok/s", tokens / wall, m.output_tok_s),
-        ("goodput req/s", good / wall, m.goodput_s),
+        ("goodput req/s", good / wall, m.request_goodput),
     ]
     compared = [
         (

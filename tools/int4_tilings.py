@@ -116,7 +116,7 @@ def make_builders(
 def format_case(line: dict[str, Any]) -> str:
     """Format a case in a line."""
     sizes, floor = line["sizes"], line["floor_us"]
-    best = min((one["median_us"] for one in line["found"].values() if "median_us" in one), default=None)
+    best = min((one["median_us"] for one in line["versions"].values() if "median_us" in one), default=None)
     share = f", best {100 * floor / best:.0f} % of the limit" if best and floor else ""
     return f"{sizes['product']}, {sizes['width']} wide, {sizes['requests']} requests, groups of {sizes['group_size']}{share}: {format_times(line)}"
 

@@ -144,7 +144,9 @@ def run_jobs(folder: Path, models: list[str], live: list[str], until: float) -> 
         rates: tuple[float, ...] = ()
         for job in LOADS:
             if job == OPEN:
-                served = [m.request_s for m in map(_get_metrics, read_records(folder / f"{REPLAY}-{model}-{CLOSED}"))]
+                served = [
+                    m.request_throughput for m in map(_get_metrics, read_records(folder / f"{REPLAY}-{model}-{CLOSED}"))
+                ]
                 rates = compute_open_rates(max((r for r in served if r), default=0.0))
                 if not rates[0]:
                     sys.stdout.write(f"{model}: no closed loop was replayed, so the rates of open loops are unknown.\n")
@@ -227,7 +229,11 @@ def format_table(folder: Path) -> list[str]:
         arrival = f"{request_rate:g} requests/s" if request_rate else f"{clients} clients"
         live_text = ", ".join(f"{v:.1f}" if (v := getattr(getattr(live, m), q)) is not None else "–" for m, q in LIMITS)
         errors_text = " | ".join("–" if e is None else f"{e:+.1%}" for e in errors.values())
-        rate = f"{replayed.request_s / live.request_s - 1:+.1%}" if live.request_s and replayed.request_s else "–"
+        rate = (
+            f"{replayed.request_throughput / live.request_throughput - 1:+.1%}"
+            if live.request_throughput and replayed.request_throughput
+            else "–"
+        )
         cached_text = f"{live.cached_tokens} live, {replayed.cached_tokens}{'' if equal_cache else ' (turns differ)'}"
         problems = [
             *missed,

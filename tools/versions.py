@@ -110,7 +110,7 @@ def measure_versions(
     found = {name: {"error": calls.error()} for name, (calls, _) in ready.items() if calls.error is not None}
     for name, time in zip(ready if times else (), times, strict=True):
         found[name] |= {"median_us": time.median_us, "low_us": time.low_us, "high_us": time.high_us}
-    return {"sizes": sizes, "found": found, "wrong": wrong, "gpu": msgspec.to_builtins(gpu)}
+    return {"sizes": sizes, "versions": found, "wrong": wrong, "gpu": msgspec.to_builtins(gpu)}
 
 
 def _format_error(e: Exception) -> str:
@@ -140,7 +140,7 @@ def format_times(line: dict[str, Any]) -> str:
     """Format the result in a line: µs, and the speed relative to the first that was timed; without
     a GPU only errors.
     """
-    found = line["found"]
+    found = line["versions"]
     us = {name: one["median_us"] for name, one in found.items() if "median_us" in one}
     first = next(iter(us.values()), math.nan)
     texts = [f"{name} {t:.1f} µs ({first / t:.3f})" for name, t in us.items()]

@@ -33,7 +33,7 @@ def collect_times(lines: Sequence[dict[str, Any]]) -> Times:
     found: Times = {}
     for line in lines:
         name = ", ".join(f"{size} {line['sizes'][size]}" for size in varied)
-        found[name] = {version: times["median_us"] for version, times in line["found"].items()}
+        found[name] = {version: times["median_us"] for version, times in line["versions"].items()}
     return found
 
 
@@ -44,7 +44,7 @@ def sum_layers(lines: Sequence[dict[str, Any]], layers: Sequence[str]) -> Times:
         for name in line["sizes"]["layer"].split(", "):
             tp, layer = name.split()
             if layer in layers:
-                for version, times in line["found"].items():
+                for version, times in line["versions"].items():
                     sums[f"{tp}, rows {line['sizes']['rows']}"][version] += times["median_us"]
     return {name: dict(times) for name, times in sums.items()}
 

@@ -110,7 +110,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     index: int = 0  # index of the case in the job
     environment: Environment | None = None
     limits: list[Limit] = []
-    without: list[str] = []  # limits that could not be measured, each with its reason
+    unmeasured: list[str] = []  # limits that could not be measured, each with its reason
     result: Result | None = None
 
 
@@ -123,7 +123,7 @@ class BenchRecord(msgspec.Struct, kw_only=True):
     findings: list[str] = []  # findings in sentences generated from the numbers
     ranks: int = 1
     limits: list[Limit] = []  # measured before the cases; none on the CPU, and none for a bench that needs none
-    without: list[str] = []  # limits that could not be measured, each with its reason
+    unmeasured: list[str] = []  # limits that could not be measured, each with its reason
     results: list[Result] = []
     settings: BenchSettings = BenchSettings()
     environment: Environment | None = None

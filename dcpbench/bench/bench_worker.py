@@ -109,9 +109,9 @@ class BenchWorker:
         """Measure limits, then all cases."""
         self.write_event(Event(stage="start", environment=collect_environment(self.device, self.job.command)))
         if self.device.type == "cuda" and self.bench.limits:
-            found, without = limits.measure_limits(self.bench.limits, self.device)
+            found, unmeasured = limits.measure_limits(self.bench.limits, self.device)
             self.limits = {limit.name: limit.median for limit in found}
-            self.write_event(Event(stage="limits", limits=found, without=without))
+            self.write_event(Event(stage="limits", limits=found, unmeasured=unmeasured))
         for group in self.group_cases():
             for index, result in self.measure_group(group):
                 self.write_event(Event(stage="done", index=index, result=result))

@@ -146,7 +146,7 @@ def iter_samples(record: BenchRecord) -> Iterator[tuple[str, Sample]]:
     for result in record.results:
         time = result.graph.time if result.graph else None
         if time is not None and result.work is not None and result.outcome == "ok":
-            received = result.work.wire_bytes or result.work.received_bytes
+            received = result.work.comm_bytes or result.work.received_bytes
             yield (
                 result.case.variant,
                 Sample(record.ranks, result.work.barriers, received, round(time.median_us, 2)),

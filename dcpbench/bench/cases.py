@@ -255,7 +255,7 @@ def list_linear_cases(options: BenchOptions) -> list[Case]:
     for n, weights in itertools.product(
         options.parse_counts("tp", (1, 2), (1, 2, 4, 8)), options.parse_names("weights", DTYPES, ("fp8",))
     ):
-        if shape.heads % n or shape.dense_inter % n or shape.moe_inter % n:
+        if shape.heads % n or shape.intermediate_size % n or shape.moe_intermediate_size % n:
             raise UsageError(f"--tp {n} does not divide {shape.name}'s heads and widths; try --tp 1.")
         for layer, product in list_linear_layers(shape, n).items():
             cases += [
@@ -277,8 +277,8 @@ def list_linear_layers(shape: ModelShape, tp: int) -> dict[str, LinearShape]:
     found: dict[str, LinearShape] = {
         name: attention[name] for name in ("qkv", "qkv_a", "q_b", "o") if name in attention
     }
-    dense = shape.dense_inter if shape.first_dense else 0
-    for name, width in ("shared", shape.shared_experts * shape.moe_inter), ("dense", dense):
+    dense = shape.intermediate_size if shape.first_k_dense_replace else 0
+    for name, width in ("shared", shape.shared_experts * shape.moe_intermediate_size), ("dense", dense):
         if not width:
             continue
         found |= dict(zip((f"{name}-gate-up", f"{name}-down"), make_mlp_products(shape, width // tp), strict=True))
@@ -304,15 +304,22 @@ def list_moe_cases(options: BenchOptions) -> list[Case]:
         MOE_PRODUCTS,
         names,
     ):
-        if shape.moe_inter % n:
-            raise UsageError(f"--tp {n} does not divide {shape.name}'s experts, {shape.moe_inter} wide; try --tp 1.")
-        model = {"experts": shape.experts, "top_k": shape.top_k, "hidden": shape.hidden, "width": shape.moe_inter // n}
+        if shape.moe_intermediate_size % n:
+            raise UsageError(
+                f"--tp {n} does not divide {shape.name}'s experts, {shape.moe_intermediate_size} wide; try --tp 1."
+            )
+        model = {
+            "experts": shape.experts,
+            "top_k": shape.top_k,
+            "hidden": shape.hidden,
+            "width": shape.moe_intermediate_size // n,
+        }
         if name not in MOE_WEIGHTS[weights] and not options.typed["variant"]:
             continue
         odd = model["width"] % block or shape.hidden % block
         # The CPU's tiny model is a default, and options are checked before the device is known.
         if odd and options.typed["model"]:
-            whole = shape.moe_inter % block == shape.hidden % block == 0
+            whole = shape.moe_intermediate_size % block == shape.hidden % block == 0
             raise UsageError(
                 f"--weights {weights} needs widths that are multiples of {block}, and {shape.name}'s experts are "
                 f"{model['width']} of {shape.hidden} wide at --tp {n}; try {'--tp 1' if whole else '--weights bf16'}."

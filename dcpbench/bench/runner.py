@@ -148,7 +148,7 @@ def _add_event(event: Event, record: BenchRecord) -> None:
     if event.environment:
         record.environment = event.environment
     if event.stage == "limits":
-        record.limits, record.without = event.limits, event.without
+        record.limits, record.unmeasured = event.limits, event.unmeasured
     if event.result:
         record.results[event.index] = event.result
 

@@ -93,7 +93,7 @@ def repair(
         print_stderr(f"{done.file}: {can} {format_count(done.kept, 'record')} can be read; nothing was changed.")
         return 0
     for fault in done.taken_out:
-        saved = f"; {format_count(fault.held, 'record')} inside it kept" if fault.held else ""
+        saved = f"; {format_count(fault.whole_records, 'record')} inside it kept" if fault.whole_records else ""
         print_stderr(f"line {fault.line}, {fault.kind}: taken out ({fault.length_bytes:,} bytes){saved}")
     print_stderr(
         f"{done.file}: {format_count(done.kept, 'record')} kept. The file as it was: {done.backup}. To measure again what is "
@@ -102,8 +102,10 @@ def repair(
     return 0
 
 
-def _format_held(fault: "Fault") -> str:
-    return f" Repair keeps {format_count(fault.held, 'whole record')} inside it." if fault.held else ""
+def _format_whole_records(fault: "Fault") -> str:
+    return (
+        f" Repair keeps {format_count(fault.whole_records, 'whole record')} inside it." if fault.whole_records else ""
+    )
 
 
 def _format_audit(found: "Audit") -> list[str]:
@@ -121,7 +123,7 @@ def _format_audit(found: "Audit") -> list[str]:
             f"{found.samples_missing[0]}; copy the whole folder of a run."
         )
     lines += found.advice
-    if found.faults and (found.records or any(fault.held for fault in found.faults)):
+    if found.faults and (found.records or any(fault.whole_records for fault in found.faults)):
         strange = any(fault.kind == STRANGE for fault in found.faults)
         command = format_repair_command(Path(found.file), strange=strange)
         lines.append(f"To take out what cannot be read, and keep a copy: {command}")
@@ -131,7 +133,7 @@ def _format_audit(found: "Audit") -> list[str]:
 def _format_faults(found: "Audit") -> list[str]:
     """Format the first unreadable lines with their errors, and the number of others by kind."""
     lines = [
-        f"{found.file}, line {fault.line}: {fault.kind}: {fault.why}.{_format_held(fault)}"
+        f"{found.file}, line {fault.line}: {fault.kind}: {fault.why}.{_format_whole_records(fault)}"
         for fault in found.faults[:MAX_FAULTS]
     ]
     more = Counter(fault.kind for fault in found.faults[MAX_FAULTS:])

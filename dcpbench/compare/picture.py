@@ -74,7 +74,7 @@ def _draw_frame(axes: Axes, rows: list[tuple[PointResult, Row]], c: Comparison, 
     axes.set_yticks(range(len(rows)), [_format_row_name(p, row) for p, row in rows], fontsize=7)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel(f"B / A, with its corrected interval; grey: within {c.margin * 100:g} %")
+    axes.set_xlabel(f"B / A, with its corrected interval (log scale); grey: within {c.margin * 100:g} %")
     cut = f"The worst {len(rows)} of {count:,} ratios; compare.json has all." if count > len(rows) else ""
     texts = (format_summary(c), format_forecast_note(c), cut)
     lines = [line for text in texts for line in textwrap.wrap(text, WRAP)]

@@ -67,17 +67,17 @@ class _Tensors:
         yield self.read_vector(prefix + names.input_norm, s.hidden)
         yield from self.iter_attention(prefix)
         yield self.read_vector(prefix + names.post_norm, s.hidden)
-        if index < s.first_dense:
-            yield from self.iter_mlp(prefix + names.dense, s.dense_inter)
+        if index < s.first_k_dense_replace:
+            yield from self.iter_mlp(prefix + names.dense, s.intermediate_size)
             return
         router = prefix + names.router
         yield router, self.source.get_tensor(router, (s.experts, s.hidden))
         if (bias := load_routing_bias(self.source, s, prefix)) is not None:
             yield prefix + names.routing_bias, bias
         for expert in range(s.experts):
-            yield from self.iter_mlp(prefix + names.expert.format(expert), s.moe_inter)
+            yield from self.iter_mlp(prefix + names.expert.format(expert), s.moe_intermediate_size)
         if s.shared_experts:
-            yield from self.iter_mlp(prefix + names.shared, s.shared_experts * s.moe_inter)
+            yield from self.iter_mlp(prefix + names.shared, s.shared_experts * s.moe_intermediate_size)
 
     def iter_attention(self, prefix: str) -> Iterator[NamedTensor]:
         yield from self.iter_grouped_attention(prefix) if self.shape.gqa else self.iter_latent_attention(prefix)

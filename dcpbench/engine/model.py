@@ -326,7 +326,7 @@ class Model:
 
     def get_router_input(self, batch: StepInput, index: int) -> RouterInput | None:
         """Return the synthetic router input of a layer, if the batch has one."""
-        moe_index = index - self.shape.first_dense
+        moe_index = index - self.shape.first_k_dense_replace
         if batch.router_inputs is None or moe_index < 0:
             return None
         return batch.router_inputs.select_layer(moe_index, len(batch.positions) * self.layout.dp)

@@ -197,7 +197,7 @@ class StepPieces:
         """Capture every piece. One of each kind has run before on every rank, so that no module is loaded during
         capture.
         """
-        layers, dense = self.model.shape.layers, self.model.shape.first_dense
+        layers, dense = self.model.shape.layers, self.model.shape.first_k_dense_replace
         for index in sorted({0, min(1, layers), min(dense, layers), min(dense + 1, layers), layers}):
             self._compute_piece(index, self.buffers.values if index else None)
         torch.cuda.synchronize()

@@ -110,7 +110,7 @@ class Weights:
     final_norm: torch.Tensor
     dense: list[Layer]
     moe: list[Layer]
-    first_dense: int
+    first_k_dense_replace: int
     layers: int  # layers of the model; the layer that drafts tokens has this index
     draft: DraftLayer | None = None
 
@@ -118,9 +118,9 @@ class Weights:
         """Return the weights used by layer `index`: its own, or those of a distinct layer of its kind, used in turn."""
         if self.draft is not None and index == self.layers:
             return self.draft.layer
-        if index < self.first_dense:
+        if index < self.first_k_dense_replace:
             return self.dense[index % len(self.dense)]
-        return self.moe[(index - self.first_dense) % len(self.moe)]
+        return self.moe[(index - self.first_k_dense_replace) % len(self.moe)]
 
     def count_bytes(self) -> int:
         """Return the bytes of all tensors."""
@@ -164,8 +164,8 @@ def load_weights(
         lm_head=embed if shape.tie_word_embeddings else loader.load_vocab(names.lm_head),
         final_norm=source.get_tensor(names.final_norm, (shape.hidden,)),
         dense=[loader.load_layer(i) for i in range(held.dense)],
-        moe=[loader.load_layer(shape.first_dense + i) for i in range(held.moe)],
-        first_dense=shape.first_dense,
+        moe=[loader.load_layer(shape.first_k_dense_replace + i) for i in range(held.moe)],
+        first_k_dense_replace=shape.first_k_dense_replace,
         layers=shape.layers,
         draft=loader.load_draft_layer() if shape.drafts else None,
     )
@@ -209,8 +209,8 @@ class Loader:
         self.alive()
         prefix = self.names.layer.format(index)
         mlp = (
-            self.load_mlp(prefix + self.names.dense, self.shape.dense_inter)
-            if index < self.shape.first_dense
+            self.load_mlp(prefix + self.names.dense, self.shape.intermediate_size)
+            if index < self.shape.first_k_dense_replace
             else self.load_moe(prefix)
         )
         return Layer(attention=load_attention(self, prefix), mlp=mlp)
@@ -255,7 +255,7 @@ class Loader:
         shared one.
         """
         s, names = self.shape, self.names
-        held, width = range(s.experts), s.moe_inter
+        held, width = range(s.experts), s.moe_intermediate_size
         if self.ep == MOE_EP:
             local = s.experts // self.layout.tp
             held = range(self.rank * local, (self.rank + 1) * local)
@@ -265,13 +265,19 @@ class Loader:
         router = self.source.get_tensor(prefix + names.router, (s.experts, s.hidden))
         gate_up, down = _Stack(len(held)), _Stack(len(held))
         for i, expert in enumerate(held):
-            one = self.load_mlp_slice(prefix + names.expert.format(expert), s.moe_inter, slice(start, start + width))
+            one = self.load_mlp_slice(
+                prefix + names.expert.format(expert), s.moe_intermediate_size, slice(start, start + width)
+            )
             gate_up.set_expert(i, self.quantize_expert(one.gate_up))
             down.set_expert(i, self.quantize_expert(one.down))
         bias = load_routing_bias(self.source, s, prefix)
         if bias is None:
             bias = torch.zeros(s.experts, dtype=torch.float32, device=router.device)
-        shared = self.load_mlp(prefix + names.shared, s.shared_experts * s.moe_inter) if s.shared_experts else None
+        shared = (
+            self.load_mlp(prefix + names.shared, s.shared_experts * s.moe_intermediate_size)
+            if s.shared_experts
+            else None
+        )
         return Moe(
             router=router, bias=bias, gate_up=gate_up.get_all(), down=down.get_all(), first=held.start, shared=shared
         )

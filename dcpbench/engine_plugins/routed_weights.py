@@ -39,7 +39,7 @@ class RoutedSource(SyntheticSource):
                 f"{shape.name} adds no correction bias to the scores of its experts, so its routing cannot be stated in another engine."
             )
         shares_LE = load_choices(routing, shape).shares_LE
-        names = (shape.tensors.layer.format(index) for index in range(shape.first_dense, shape.layers))
+        names = (shape.tensors.layer.format(index) for index in range(shape.first_k_dense_replace, shape.layers))
         self.shape, self.shares = shape, dict(zip(names, shares_LE, strict=True))
         self.known: dict[bytes, torch.Tensor] = {}
 

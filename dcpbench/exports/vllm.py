@@ -52,7 +52,7 @@ def _build_result(p: ServedPoint) -> dict[str, Any]:
         "total_input_tokens": totals.input_tokens,
         "total_output_tokens": totals.output_tokens,
         "request_throughput": totals.finished / p.wall_s,
-        "request_goodput": serve.goodput_s if _format_goodput(p) else None,
+        "request_goodput": serve.request_goodput if _format_goodput(p) else None,
         "output_throughput": totals.output_tokens / p.wall_s,
         "total_token_throughput": (totals.input_tokens + totals.output_tokens) / p.wall_s,
     }

@@ -45,8 +45,8 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     state: str = ""  # state letter of proc(5): R, S, D, T or Z; empty if the process had ended
     cpu: float | None = None  # CPU time of its main thread over the time of looking
-    held: bool = False  # True if in uninterruptible sleep (state D) at the observation's beginning and end
-    held_in: str = ""  # kernel function in which the process waits (wchan of proc(5)), if known
+    uninterruptible: bool = False  # True if in uninterruptible sleep (state D) at the observation's beginning and end
+    wchan: str = ""  # kernel function in which the process waits (wchan of proc(5)), if known
     ended: str = ""  # how the process ended; empty if it had not
 
 

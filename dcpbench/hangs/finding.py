@@ -514,20 +514,22 @@ def _find_blocked(evidence: Evidence, found: Finding | None) -> Finding | None:
 
     If `found` names such a rank, return it with this reason added; if it names only others, return None.
     """
-    held = {rank.rank: rank.seen.held_in for rank in evidence.ranks if rank.seen is not None and rank.seen.held}
-    if not held or (found is not None and not set(found.ranks) & set(held)):
+    blocked = {
+        rank.rank: rank.seen.wchan for rank in evidence.ranks if rank.seen is not None and rank.seen.uninterruptible
+    }
+    if not blocked or (found is not None and not set(found.ranks) & set(blocked)):
         return None
-    names = format_list(sorted(set(filter(None, held.values()))))
+    names = format_list(sorted(set(filter(None, blocked.values()))))
     where = f" in {names}" if names else ""
-    verb = "waits" if len(held) == 1 else "wait"
-    why = f"{_describe_ranks(held)} {verb} in the kernel{where}, where no signal reaches a process (state D)."
+    verb = "waits" if len(blocked) == 1 else "wait"
+    why = f"{_describe_ranks(blocked)} {verb} in the kernel{where}, where no signal reaches a process (state D)."
     if found is not None:
         return msgspec.structs.replace(found, why=[*found.why, why])
     return Finding(
         kind="kernel",
-        message=f"{_describe_ranks(held)} {verb} in the kernel{where}, for a disk, a network file system or a driver that does not answer",
-        ranks=sorted(held),
-        waiting=sorted({rank.rank for rank in evidence.ranks} - set(held)),
+        message=f"{_describe_ranks(blocked)} {verb} in the kernel{where}, for a disk, a network file system or a driver that does not answer",
+        ranks=sorted(blocked),
+        waiting=sorted({rank.rank for rank in evidence.ranks} - set(blocked)),
         why=[why],
     )
 

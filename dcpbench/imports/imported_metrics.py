@@ -6,14 +6,12 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from dcpbench.errors import RecordsError
 from dcpbench.imports.result import MIN_CHUNK_TOKENS
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.names import CLOSED
 from dcpbench.records import formulas
-from dcpbench.records.record import FROM_TPOT, ServeMetrics
+from dcpbench.records.record import ServeMetrics
 from dcpbench.serving.outcome import FINISHED, REQUESTS_FAILED, Row, find_warnings
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ def compute_metrics(result: Result, gpus: int) -> tuple[ServeMetrics, list[str]]
     chunked = result.several_tokens or (count_chunk_tokens(result) or 1.0) >= MIN_CHUNK_TOKENS
     if details is not None:
         chunked |= details.has_chunk_gaps()
-    found = _fill_metrics(result if details is None else _summarize_requests(result, details), gpus, chunked=chunked)
+    found = _fill_metrics(result if details is None else _summarize_requests(result, details), gpus)
     holds = {REQUESTS_FAILED: bool(result.failed), SUMMARY_ONLY: details is None, CHUNK_GAPS: chunked}
     return found, [
         *(warning for warning, is_set in holds.items() if is_set),
@@ -105,7 +103,7 @@ def _summarize_requests(result: Result, details: Details) -> Result:
     )
 
 
-def _fill_metrics(result: Result, gpus: int, *, chunked: bool) -> ServeMetrics:
+def _fill_metrics(result: Result, gpus: int) -> ServeMetrics:
     times, wall_s = result.summary, result.duration_s
     if wall_s is not None and not wall_s > 0:
         raise RecordsError(f"{result.where}: the run took no time, so that there are no rates. Run it again.")
@@ -114,9 +112,7 @@ def _fill_metrics(result: Result, gpus: int, *, chunked: bool) -> ServeMetrics:
     else:
         assert wall_s is not None
         rate, total = result.output_tokens / wall_s, (result.input_tokens + result.output_tokens) / wall_s
-    gaps = times["itl"]
-    from_tpot = chunked or (gaps.mean is not None and gaps.p50 is None)  # of a tool that keeps only their mean
-    per_token = times["tpot" if from_tpot else "itl"].p50
+    per_token = times["tpot"].p50
     steady_tok_s, steady_s = _compute_steady(result)
     found = ServeMetrics(
         ttft_ms=times["ttft"],
@@ -126,13 +122,12 @@ def _fill_metrics(result: Result, gpus: int, *, chunked: bool) -> ServeMetrics:
         output_tok_s=rate,
         output_tok_s_per_gpu=formulas.compute_tok_s_per_gpu(rate, gpus) if gpus else None,
         total_tok_s=total,
-        request_s=None if wall_s is None or result.completed is None else result.completed / wall_s,
+        request_throughput=None if wall_s is None or result.completed is None else result.completed / wall_s,
         tok_s_per_user=formulas.compute_tok_s_per_user(per_token) if per_token else None,
-        tok_s_per_user_from=FROM_TPOT if per_token and from_tpot else msgspec.UNSET,
         steady_tok_s=steady_tok_s,
         steady_s=steady_s,
-        slo_ms=dict(result.slo_ms) if result.goodput_s is not None else {},
-        goodput_s=result.goodput_s if result.slo_ms else None,
+        slo_ms=dict(result.slo_ms) if result.request_goodput is not None else {},
+        request_goodput=result.request_goodput if result.slo_ms else None,
         wall_s=wall_s,
         submitted=result.submitted,
         finished=result.completed,
@@ -148,7 +143,7 @@ def _fill_metrics(result: Result, gpus: int, *, chunked: bool) -> ServeMetrics:
         eager_decode_steps=None,
         decode_batch=None,
     )
-    for name in ("output_tok_s", "total_tok_s", "request_s", "tok_s_per_user"):
+    for name in ("output_tok_s", "total_tok_s", "request_throughput", "tok_s_per_user"):
         value = getattr(found, name)
         if value is not None and value > MAX_NUMBER:
             raise RecordsError(f"{result.where}: its {name} would be {value:g}, so its times cannot be. Run it again.")

@@ -125,7 +125,7 @@ class Result:
     precision: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by point field; `unknown` or absent: none
     summary: Mapping[str, Latencies] = dataclasses.field(default_factory=dict)  # `ttft`, `itl`, `tpot`, `e2el` in ms
     several_tokens: bool = False  # true if the file shows that chunks hold several tokens, as with speculative decoding
-    goodput_s: float | None = None
+    request_goodput: float | None = None
     slo_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     layout: Mapping[str, int] = dataclasses.field(default_factory=dict)  # tp, dp, dcp, pp, pcp of decode instances
     disaggregate: str = ""  # prefill and decode instances as a point has them: `1:2`; empty for one that does both

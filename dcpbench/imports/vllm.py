@@ -99,7 +99,7 @@ def read(document: Document) -> Result:
         nominal=nominal,
         summary={name: read_summary(document, name, found.completed) for name in TIMES},
         several_tokens="spec_decode_acceptance_length" in document.fields,
-        goodput_s=found.request_goodput,
+        request_goodput=found.request_goodput,
         slo_ms=slo,
         layout=layout,
         ep=ep,

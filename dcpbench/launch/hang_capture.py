@@ -47,7 +47,7 @@ GPUS = (
     "power.draw",
     "ecc.errors.uncorrected.volatile.total",
 )
-HELD = "D"  # state letter of uninterruptible sleep
+UNINTERRUPTIBLE = "D"  # state letter of uninterruptible sleep
 FINDING_FILE = "finding.json"
 HEARTBEATS, ASK = "heartbeats-{}.bin", "flight-{}.ask"
 DEVICE, STACKS, FLIGHT, SIGNALS = "device-{}.json", "own-stacks-{}.txt", "flight-{}.json", "signals-{}.json"
@@ -65,7 +65,7 @@ def capture_hang(ranks: Ranks) -> tuple[Path, dict[str, str]]:
     folder = _make_folder(ranks)
     pids = ranks.find_pids()
     before, began = {rank: _read_cpu_ticks(pid) for rank, pid in pids.items()}, time.monotonic()
-    held = {rank for rank, pid in pids.items() if _read_state(pid) == HELD}
+    asleep = {rank for rank, pid in pids.items() if _read_state(pid) == UNINTERRUPTIBLE}
     gpus = _start_tool(["nvidia-smi", f"--query-gpu={','.join(GPUS)}", "--format=csv"], folder / GPUS_FILE)
     nccl = threading.Thread(target=fetch_nccl_report, args=(folder / NCCL_FILE,), daemon=True)
     if gpus is not None:  # without a GPU there is no NCCL that could answer
@@ -74,7 +74,8 @@ def capture_hang(ranks: Ranks) -> tuple[Path, dict[str, str]]:
     stacks = ranks.collect_stacks()
     spent = max(time.monotonic() - began, 1e-3)
     seen = [
-        _describe_rank(ranks, rank, pids.get(rank), before.get(rank), spent, held=rank in held) for rank in ranks.ranks
+        _describe_rank(ranks, rank, pids.get(rank), before.get(rank), spent, uninterruptible=rank in asleep)
+        for rank in ranks.ranks
     ]
     spies = [
         _start_tool(["py-spy", "dump", "--native", "--pid", str(p)], folder / f"py-spy-{r}.txt")
@@ -189,7 +190,7 @@ def _read_state(pid: int) -> str:
 
 
 def _describe_rank(
-    ranks: Ranks, rank: int, pid: int | None, before: int | None, seconds: float, *, held: bool = False
+    ranks: Ranks, rank: int, pid: int | None, before: int | None, seconds: float, *, uninterruptible: bool = False
 ) -> ProcessState:
     ended = next((format_exit_code(e.code) for e in ranks.read_exits() if e.rank == rank), "")
     if pid is None:
@@ -198,9 +199,11 @@ def _describe_rank(
     cpu = None
     if before is not None and after is not None:
         cpu = round((after - before) / os.sysconf("SC_CLK_TCK") / seconds, 3)
-    held = held and state == HELD
-    where = read_text(Path(f"/proc/{pid}/wchan")).strip("0\n") if held else ""
-    return ProcessState(rank=rank, pid=pid, state=state, cpu=cpu, ended=ended, held=held, held_in=where)
+    uninterruptible = uninterruptible and state == UNINTERRUPTIBLE
+    wchan = read_text(Path(f"/proc/{pid}/wchan")).strip("0\n") if uninterruptible else ""
+    return ProcessState(
+        rank=rank, pid=pid, state=state, cpu=cpu, ended=ended, uninterruptible=uninterruptible, wchan=wchan
+    )
 
 
 def _send_request(pipe: Path) -> bool:

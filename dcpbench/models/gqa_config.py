@@ -80,7 +80,7 @@ def parse_shape(config: dict[str, Any], name: str, gqa: Gqa, *, rotated: float =
         hidden=hidden,
         layers=layers,
         heads=heads,
-        dense_inter=parse_int(config, "intermediate_size"),
+        intermediate_size=parse_int(config, "intermediate_size"),
         vocab=parse_int(config, "vocab_size", maximum=MAX_VOCAB),
         gqa=gqa,
         rms_eps=parse_number(config, "rms_norm_eps", 1e-6, minimum=0),
@@ -90,7 +90,7 @@ def parse_shape(config: dict[str, Any], name: str, gqa: Gqa, *, rotated: float =
         max_position=position,
         tie_word_embeddings=parse_bool(config, "tie_word_embeddings", default=False),
         mtp_layers=parse_mtp_layers(config),
-        **({"first_dense": layers} | experts),
+        **({"first_k_dense_replace": layers} | experts),
     )
 
 

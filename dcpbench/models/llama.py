@@ -15,8 +15,8 @@ _70B = gqa_config.make_shape(
     hidden=8192,
     layers=80,
     heads=64,
-    dense_inter=28672,
-    first_dense=80,
+    intermediate_size=28672,
+    first_k_dense_replace=80,
     vocab=128256,
     gqa=Gqa(kv_heads=8),
     rms_eps=1e-5,
@@ -25,7 +25,7 @@ _70B = gqa_config.make_shape(
     max_position=131072,
 )
 _8B = dataclasses.replace(
-    _70B, name="llama-3.1-8b", hidden=4096, layers=32, heads=32, dense_inter=14336, first_dense=32
+    _70B, name="llama-3.1-8b", hidden=4096, layers=32, heads=32, intermediate_size=14336, first_k_dense_replace=32
 )
 
 

@@ -78,9 +78,9 @@ def parse_shape(
         experts=parse_int(config, "n_routed_experts"),
         top_k=parse_int(config, "num_experts_per_tok"),
         shared_experts=0 if config["n_shared_experts"] is None else parse_int(config, "n_shared_experts", minimum=0),
-        moe_inter=parse_int(config, "moe_intermediate_size"),
-        dense_inter=parse_int(config, "intermediate_size"),
-        first_dense=min(parse_int(config, "first_k_dense_replace", minimum=0), layers),
+        moe_intermediate_size=parse_int(config, "moe_intermediate_size"),
+        intermediate_size=parse_int(config, "intermediate_size"),
+        first_k_dense_replace=min(parse_int(config, "first_k_dense_replace", minimum=0), layers),
         vocab=parse_int(config, "vocab_size", maximum=MAX_VOCAB),
         routing=config["scoring_func"],
         n_group=parse_int(config, "n_group") if grouped else 1,
@@ -117,7 +117,7 @@ def _apply_defaults(family: Family, config: dict[str, Any]) -> dict[str, Any]:
 
 def _check_sizes(config: dict[str, Any], shape: ModelShape) -> None:
     """Raise ValueError if a field that repeats other ones contradicts them."""
-    mlps = ["dense"] * shape.first_dense + ["sparse"] * (shape.layers - shape.first_dense)
+    mlps = ["dense"] * shape.first_k_dense_replace + ["sparse"] * (shape.layers - shape.first_k_dense_replace)
     repeated: dict[str, tuple[object, str]] = {
         "num_key_value_heads": (shape.heads, "'num_attention_heads'"),
         "head_dim": (shape.qk_rope_head_dim, "'qk_rope_head_dim'"),

@@ -128,8 +128,8 @@ def _limit_parts(one: WeightFormat, found: dict[str, Any], shape: ModelShape) ->
 
 def _list_modules(shape: ModelShape) -> dict[str, list[str]]:
     """Return the names of modules of each part of a model, of one expert and one matrix of an MLP in every layer."""
-    names, dense = shape.tensors, range(shape.first_dense)
-    every, moe = range(shape.layers), range(shape.first_dense, shape.layers)
+    names, dense = shape.tensors, range(shape.first_k_dense_replace)
+    every, moe = range(shape.layers), range(shape.first_k_dense_replace, shape.layers)
     first = names.q if shape.gqa or shape.q_lora is None else names.q_a
     found = {
         QKV: (every, first),

@@ -15,14 +15,16 @@ _32B = gqa_config.make_shape(
     hidden=5120,
     layers=64,
     heads=64,
-    dense_inter=25600,
-    first_dense=64,
+    intermediate_size=25600,
+    first_k_dense_replace=64,
     vocab=151936,
     gqa=Gqa(kv_heads=8, qk_norm=True),
     rope_theta=1_000_000.0,
     max_position=40960,
 )
-_8B = dataclasses.replace(_32B, name="qwen3-8b", hidden=4096, layers=36, heads=32, dense_inter=12288, first_dense=36)
+_8B = dataclasses.replace(
+    _32B, name="qwen3-8b", hidden=4096, layers=36, heads=32, intermediate_size=12288, first_k_dense_replace=36
+)
 
 
 def parse_attention(config: dict[str, Any]) -> Gqa:

@@ -17,16 +17,16 @@ _235B = gqa_config.make_shape(
     heads=64,
     experts=128,
     top_k=8,
-    moe_inter=1536,
-    dense_inter=12288,
-    first_dense=0,
+    moe_intermediate_size=1536,
+    intermediate_size=12288,
+    first_k_dense_replace=0,
     vocab=151936,
     gqa=Gqa(kv_heads=4, qk_norm=True),
     rope_theta=1_000_000.0,
     max_position=40960,
 )
 _30B = dataclasses.replace(
-    _235B, name="qwen3-30b-a3b", hidden=2048, layers=48, heads=32, moe_inter=768, dense_inter=6144
+    _235B, name="qwen3-30b-a3b", hidden=2048, layers=48, heads=32, moe_intermediate_size=768, intermediate_size=6144
 )
 
 
@@ -35,10 +35,10 @@ def _parse_shape(config: dict[str, Any], name: str) -> ModelShape:
         config,
         name,
         qwen3.parse_attention(config),
-        first_dense=0,
+        first_k_dense_replace=0,
         experts=parse_int(config, "num_local_experts" if "num_local_experts" in config else "num_experts"),
         top_k=parse_int(config, "num_experts_per_tok"),
-        moe_inter=parse_int(config, "moe_intermediate_size"),
+        moe_intermediate_size=parse_int(config, "moe_intermediate_size"),
         normalise=parse_bool(config, "norm_topk_prob", default=False),
     )
 

@@ -85,7 +85,7 @@ SIGMOID, SOFTMAX = "sigmoid", "softmax"  # scores plus correction bias (V3, K2) 
 class ModelShape:
     """Hold the sizes and the routing rule of one model. Letters as in docs/methodology.md (D hidden, R latent, P rope, V value).
 
-    Attention is MLA, or grouped-query attention if `gqa` is set. A model without experts has `first_dense` equal to `layers`.
+    Attention is MLA, or grouped-query attention if `gqa` is set. A model without experts has `first_k_dense_replace` equal to `layers`.
     """
 
     name: str
@@ -96,9 +96,9 @@ class ModelShape:
     experts: int = 0
     top_k: int = 0
     shared_experts: int = 0
-    moe_inter: int = 0
-    dense_inter: int
-    first_dense: int  # the first layers with a dense MLP instead of experts
+    moe_intermediate_size: int = 0
+    intermediate_size: int
+    first_k_dense_replace: int  # the first layers with a dense MLP instead of experts
     vocab: int
     routing: str = SOFTMAX  # SIGMOID or SOFTMAX
     n_group: int = 1  # expert groups of group-limited routing; 1 = ungrouped

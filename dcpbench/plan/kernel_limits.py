@@ -89,7 +89,7 @@ def compute_part_sizes(point: Point, shape: ModelShape) -> dict[str, tuple[int, 
     inputs alone.
     """
     heads = shape.heads // point.layout.attn_tp
-    experts = shape.moe_inter // point.tp if point.ep == MOE_TP else shape.moe_inter
+    experts = shape.moe_intermediate_size // point.tp if point.ep == MOE_TP else shape.moe_intermediate_size
     found = {"'hidden_size'": (shape.hidden, QKV, True)}
     if shape.gqa:
         found["the keys"] = (shape.count_kv_heads(point.layout.attn_tp) * shape.qk_head_dim, QKV, False)
@@ -99,8 +99,8 @@ def compute_part_sizes(point: Point, shape: ModelShape) -> dict[str, tuple[int, 
         "q_b": (queries, Q_B, False),
         "o_proj": (heads * shape.v_head_dim, O, True),
         "an expert": (experts, EXPERTS, True),
-        "the shared expert": (shape.shared_experts * shape.moe_inter // point.tp, SHARED, True),
-        "the dense MLP": (shape.dense_inter // point.tp if shape.first_dense else 0, DENSE, True),
+        "the shared expert": (shape.shared_experts * shape.moe_intermediate_size // point.tp, SHARED, True),
+        "the dense MLP": (shape.intermediate_size // point.tp if shape.first_k_dense_replace else 0, DENSE, True),
     }
 
 
@@ -129,13 +129,13 @@ def _find_missing_fp8(point: Point, probe: Probe) -> KernelLimit | None:
 
 def _find_odd_rows(point: Point, shape: ModelShape) -> KernelLimit | None:
     """Return the limit of tensor-parallel experts with rows that a tensor descriptor cannot read; None without it."""
-    width, weights = shape.moe_inter // point.tp, shape.get_weight_format(point.weights_precision)
+    width, weights = shape.moe_intermediate_size // point.tp, shape.get_weight_format(point.weights_precision)
     bits = weights.bits if EXPERTS in weights.parts else 8 * ITEMSIZE[point.dtype]
     if not weights.engine or point.ep != MOE_TP or width * bits // 8 % TENSOR_UNIT == 0:
         return None
     return KernelLimit(
         given=f"--ep {MOE_TP} with --tp {point.tp}",
-        reason=f"each rank has {width} numbers of {shape.name}'s experts, {shape.moe_inter} wide, and kernels take rows "
+        reason=f"each rank has {width} numbers of {shape.name}'s experts, {shape.moe_intermediate_size} wide, and kernels take rows "
         f"that are multiples of {TENSOR_UNIT} bytes",
         change=f"--ep {MOE_EP}, or a smaller --tp",
         change_query="fewer --gpus",

@@ -309,7 +309,7 @@ class MeasuredLoad:
             "objectives": [dataclasses.asdict(judged) | {"met": judged.met} for judged in self.objectives],
             "output_tok_s": serve and serve.output_tok_s,
             "steady_tok_s": serve and serve.steady_tok_s,
-            "request_s": serve and serve.request_s,
+            "request_throughput": serve and serve.request_throughput,
             "reason": self.reason,
             "cancelled": serve and serve.cancelled,
         }

@@ -46,7 +46,7 @@ def _select_zipf_sets(routing: str, shape: ModelShape) -> np.ndarray:
     rng = np.random.default_rng(0)
     ranked_E = compute_zipf_shares(shape.experts, shape.top_k, parse_exponent(routing))
     (sets_Sk,) = _select_checked(routing, rng.permutation(ranked_E)[None], ZIPF_CHOICES, shape)
-    return np.stack([_permute(sets_Sk, shape, rng) for _ in range(shape.layers - shape.first_dense)])
+    return np.stack([_permute(sets_Sk, shape, rng) for _ in range(shape.layers - shape.first_k_dense_replace)])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,14 +175,14 @@ def parse_counts(path: str, content: bytes) -> np.ndarray:
 
 def _fit_counts(path: str, counts_LE: np.ndarray, shape: ModelShape) -> np.ndarray:
     """Return the shares of tokens of a model's layers with experts, from the counts of a file."""
-    layers = shape.layers - shape.first_dense
+    layers = shape.layers - shape.first_k_dense_replace
     rows, experts = counts_LE.shape
     if experts != shape.experts or (rows != layers and rows < shape.layers):
         raise UsageError(
             f"--routing {path} has {rows} layers of {experts} experts, and {shape.name} has {shape.layers} layers, {layers} of them with "
             f"{shape.experts} experts; record that model."
         )
-    used_LE = counts_LE if rows == layers else counts_LE[shape.first_dense : shape.layers]
+    used_LE = counts_LE if rows == layers else counts_LE[shape.first_k_dense_replace : shape.layers]
     totals_L1 = used_LE.sum(1, keepdims=True)
     shares_LE = np.asarray(used_LE * shape.top_k / np.where(totals_L1 > 0, totals_L1, 1))
     if (totals_L1 <= 0).any() or (shares_LE > 1 + MAX_DEVIATION).any():

@@ -160,10 +160,10 @@ class Layout:
                 f"tp/dp can be {_format_divisors(shape.heads, 64)}."
             )
         self._check_kv_heads(shape)
-        shared = shape.shared_experts * shape.moe_inter
+        shared = shape.shared_experts * shape.moe_intermediate_size
         experts = {
             MOE_EP: (shape.experts, f"{shape.experts} experts, which do"),
-            MOE_TP: (shape.moe_inter, f"experts with a width of {shape.moe_inter}, which does"),
+            MOE_TP: (shape.moe_intermediate_size, f"experts with a width of {shape.moe_intermediate_size}, which does"),
         }
         if ep not in experts:
             raise LayoutError(
@@ -171,12 +171,12 @@ class Layout:
                 f"all ranks (--ep tp, here {self.tp}); use one of these."
             )
         others = (
-            (shape.dense_inter, f"a dense width of {shape.dense_inter}, which does"),
+            (shape.intermediate_size, f"a dense width of {shape.intermediate_size}, which does"),
             (shared, f"a shared expert width of {shared}, which does"),
         )
         for size, text in (experts[ep], *others):
             if size % self.tp:
-                possible = _format_divisors(math.gcd(experts[ep][0], shape.dense_inter, shared), 64)
+                possible = _format_divisors(math.gcd(experts[ep][0], shape.intermediate_size, shared), 64)
                 other = MOE_TP if ep == MOE_EP else MOE_EP
                 instead = any(n % self.tp for n, _ in (experts[other], *others))
                 raise LayoutError(

@@ -36,7 +36,7 @@ class Layers(NamedTuple):
 
 def count_all_layers(shape: ModelShape) -> Layers:
     """Return all layers of a model."""
-    return Layers(shape.first_dense, shape.layers - shape.first_dense)
+    return Layers(shape.first_k_dense_replace, shape.layers - shape.first_k_dense_replace)
 
 
 class LinearShape(NamedTuple):
@@ -210,8 +210,10 @@ def compute_moe_bytes(
     """
     router = shape.experts * shape.hidden * itemsize + shape.experts * FP32
     held, ranks = (shape.experts, layout.tp) if ep == MOE_TP else (shape.experts // layout.tp, 1)
-    experts = held * _compute_mlp_bytes(shape, shape.moe_inter, ranks, itemsize, weights, EXPERTS) if held else 0
-    biases = held * (2 * shape.moe_inter // ranks + shape.hidden) * itemsize if shape.expert_bias else 0
+    experts = (
+        held * _compute_mlp_bytes(shape, shape.moe_intermediate_size, ranks, itemsize, weights, EXPERTS) if held else 0
+    )
+    biases = held * (2 * shape.moe_intermediate_size // ranks + shape.hidden) * itemsize if shape.expert_bias else 0
     return router + experts + biases + compute_shared_expert_bytes(shape, layout, itemsize, weights)
 
 
@@ -221,14 +223,16 @@ def compute_shared_expert_bytes(
     """Return the bytes of this rank's slice of the shared expert of one layer."""
     if not shape.shared_experts:
         return 0
-    return _compute_mlp_bytes(shape, shape.shared_experts * shape.moe_inter, layout.tp, itemsize, weights, SHARED)
+    return _compute_mlp_bytes(
+        shape, shape.shared_experts * shape.moe_intermediate_size, layout.tp, itemsize, weights, SHARED
+    )
 
 
 def compute_dense_mlp_bytes(
     shape: ModelShape, layout: Layout, itemsize: int, weights: WeightFormat = UNQUANTISED
 ) -> int:
     """Return the bytes of this rank's slice of one dense MLP."""
-    return _compute_mlp_bytes(shape, shape.dense_inter, layout.tp, itemsize, weights, DENSE)
+    return _compute_mlp_bytes(shape, shape.intermediate_size, layout.tp, itemsize, weights, DENSE)
 
 
 def compute_vocab_rows(shape: ModelShape, layout: Layout) -> int:
@@ -341,17 +345,17 @@ def compute_prefill_bytes(
         window    a window of the stored prefix, or as many of the chunks' own tokens (window_bytes)
         experts   tokens · k · (D + 3·I): their input, replaced by their output, 2·I and I between. Every
                   rank has buffers for the experts of all its tokens, because shapes must not depend on routing;
-                  tensor-parallel experts are I / tp wide. Without experts: tokens · 3·dense_inter / tp
+                  tensor-parallel experts are I / tp wide. Without experts: tokens · 3·intermediate_size / tp
         hidden    tokens · 4·D, gathered, from the shared expert, from both, reduced; B · 3·D, residual, normed, output
         attention B · (q_lora + 2·Q + h·(3·(nope + P) + 2·V)), and h·V in fp32 where a prefix has windows
         drafts    the last three once more for the layer that drafts tokens, which runs outside of the captured pieces, and B · 3·D
     """
     rows, heads = tokens // layout.dp, shape.heads // layout.attn_tp
     window = compute_window_bytes(shape, layout, max(PREFILL_WINDOW, rows), itemsize, kv_itemsize)
-    width = shape.moe_inter if ep == MOE_EP else shape.moe_inter // layout.tp
+    width = shape.moe_intermediate_size if ep == MOE_EP else shape.moe_intermediate_size // layout.tp
     experts = tokens * shape.top_k * (shape.hidden + 3 * width)
     if not shape.experts:
-        experts = tokens * 3 * shape.dense_inter // layout.tp
+        experts = tokens * 3 * shape.intermediate_size // layout.tp
     hidden = (4 * tokens + 3 * rows) * shape.hidden
     per_head = 3 * shape.qk_head_dim + 2 * shape.v_head_dim
     attention = rows * ((shape.q_lora or 0) + 2 * shape.compute_kv_width(layout.attn_tp) + heads * per_head)

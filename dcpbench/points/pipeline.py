@@ -60,7 +60,7 @@ def make_stages(shape: ModelShape, stages: int) -> list[ModelShape]:
             dataclasses.replace(
                 shape,
                 layers=count,
-                first_dense=min(max(shape.first_dense - begin, 0), count),
+                first_k_dense_replace=min(max(shape.first_k_dense_replace - begin, 0), count),
                 gqa=shape.gqa and dataclasses.replace(shape.gqa, window_layers=share(shape.gqa.window_layers)),
                 indexer=shape.indexer and dataclasses.replace(shape.indexer, layers=share(shape.indexer.layers)),
                 has_embedding=begin == 0,

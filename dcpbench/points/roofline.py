@@ -51,9 +51,11 @@ class OperatorCost(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit: str = "copy"  # limit for these bytes: `read` if hardly anything is written
     flops: int = 0
     flops_limit: str = "matmul"  # limit of the operations: `matmul_fp8` (both operands fp8), `matmul_fp4` (fp4 weights)
-    otherwise: str = ""  # limit on a GPU without that one, as operands can be widened; empty if there is none
+    fallback_flops_limit: str = (
+        ""  # limit on a GPU without that one, as operands can be widened; empty if there is none
+    )
     received_bytes: int = 0  # bytes that one rank receives from other ranks
-    wire_bytes: int = 0  # bytes received instead by the chosen variant's own formula; 0: there is only one
+    comm_bytes: int = 0  # bytes received instead by the chosen variant's own formula; 0: there is only one
     barriers: int = 0  # number of times that ranks have to wait for each other
 
     @property
@@ -64,7 +66,9 @@ class OperatorCost(msgspec.Struct, frozen=True, kw_only=True):
 
 def get_flops_limit(work: OperatorCost, limits: Mapping[str, float]) -> str:
     """Return the name of the limit for the operations on a GPU with these limits, even if the GPU lacks that limit."""
-    return work.otherwise if work.otherwise and work.flops_limit not in limits else work.flops_limit
+    return (
+        work.fallback_flops_limit if work.fallback_flops_limit and work.flops_limit not in limits else work.flops_limit
+    )
 
 
 def compute_floor_us(work: OperatorCost, limits: Mapping[str, float]) -> float | None:
@@ -109,7 +113,7 @@ def compute_attention_work(
         memory_limit="read",
         flops=2 * rows * each,
         flops_limit="matmul_fp8" if kv_itemsize == 1 else "matmul",
-        otherwise="matmul" if kv_itemsize == 1 else "",
+        fallback_flops_limit="matmul" if kv_itemsize == 1 else "",
     )
 
 
@@ -122,7 +126,7 @@ def compute_indexer_work(indexer: Indexer, keys: int, scored: int) -> OperatorCo
         memory_limit="read",
         flops=2 * scored * indexer.heads * indexer.width,
         flops_limit="matmul_fp8",
-        otherwise="matmul",
+        fallback_flops_limit="matmul",
     )
 
 
@@ -154,14 +158,14 @@ def compute_expert_work(
     weight = weights.compute_bytes(product.inputs, product.outputs) if stored else elements * itemsize
     between = 1 + SCALE_BYTES / SCALE_BLOCK if stored and weights.name == FP8 else itemsize
     into, out = (itemsize, between) if gated else (between, itemsize)
-    limit, otherwise = _choose_limits(weights if stored else UNQUANTISED)
+    limit, fallback = _choose_limits(weights if stored else UNQUANTISED)
     through = rows_in * product.inputs * into + assignments * (product.outputs // 2 if gated else product.outputs) * out
     return OperatorCost(
         memory_bytes=round(active_experts * weight + through),
         memory_limit="read",
         flops=2 * assignments * elements,
         flops_limit=limit,
-        otherwise=otherwise,
+        fallback_flops_limit=fallback,
     )
 
 
@@ -173,9 +177,9 @@ def compute_linear_work(
     if not weights.is_quantised:
         return found
     fewer = product.elements * itemsize - weights.compute_bytes(product.inputs, product.outputs)
-    limit, otherwise = _choose_limits(weights)
+    limit, fallback = _choose_limits(weights)
     return msgspec.structs.replace(
-        found, memory_bytes=found.memory_bytes - fewer, flops_limit=limit, otherwise=otherwise
+        found, memory_bytes=found.memory_bytes - fewer, flops_limit=limit, fallback_flops_limit=fallback
     )
 
 
@@ -312,7 +316,7 @@ class Sharding:
     @property
     def expert_width(self) -> int:
         """Width of an expert on one rank."""
-        return self.shape.moe_inter * self.expert_ranks // self.layout.tp
+        return self.shape.moe_intermediate_size * self.expert_ranks // self.layout.tp
 
     def count_expert_loads(self, ids: Sequence[int]) -> list[ExpertLoad]:
         """Return the work of each rank if tokens select these experts, k per token."""
@@ -342,7 +346,7 @@ class Sharding:
             return None
         indexer = s.indexer and dataclasses.replace(s.indexer, layers=1)
         gqa = s.gqa and dataclasses.replace(s.gqa, window_layers=0)
-        layer = dataclasses.replace(s, layers=1, first_dense=0, mtp_layers=0, indexer=indexer, gqa=gqa)
+        layer = dataclasses.replace(s, layers=1, first_k_dense_replace=0, mtp_layers=0, indexer=indexer, gqa=gqa)
         return dataclasses.replace(self, shape=layer, drafts=True)
 
 
@@ -458,7 +462,7 @@ def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, 
             yield phase, calls_per_step, work
     yield "attn_reduce", s.layers, reduced
     yield "dp_gather", s.layers, compute_gather_work(step.tokens * hidden_bytes, layout.dp)
-    for product in memory.make_mlp_products(s, s.dense_inter // layout.tp):
+    for product in memory.make_mlp_products(s, s.intermediate_size // layout.tp):
         yield "dense_mlp", layers.dense, sharding.get_linear_work(product, step.tokens, DENSE)
     yield from _iter_moe_works(sharding, step, layers.moe)
     yield "mlp_reduce", s.layers, compute_gather_work(step.tokens * hidden_bytes, layout.dp)
@@ -606,7 +610,7 @@ def _iter_moe_works(sharding: Sharding, step: StepRows, layers: int) -> Iterator
     s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
     yield "moe", layers, compute_product_work(memory.LinearShape(s.hidden, s.experts), step.tokens, itemsize)
     if s.shared_experts:
-        for product in memory.make_mlp_products(s, s.shared_experts * s.moe_inter // layout.tp):
+        for product in memory.make_mlp_products(s, s.shared_experts * s.moe_intermediate_size // layout.tp):
             yield "moe", layers, sharding.get_linear_work(product, step.tokens, SHARED)
     routing = [(1, layer[0]) for layer in step.routing] or [(layers, sharding.estimate_expert_load(step.live))]
     for calls_per_step, load in routing:

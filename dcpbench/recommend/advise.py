@@ -180,7 +180,7 @@ def _start_choice(
     for layout, ep in placed:
         points = [p for p in _make_points(query, layout, concurrency, context, load) if p.ep == ep]
         who = points[0].instance_name
-        watch(f"{' × '.join(_format_load(concurrency, context, load))}: {who}")
+        watch(f"{_format_load_name(concurrency, context, load)}: {who}")
 
         def report_progress(served: str, who: str = who) -> None:
             watch(f"{who}, {served}")
@@ -234,9 +234,10 @@ def _finish_choice(query: Query, draft: _Draft, steps: Steps) -> Choice:
     """Return the choice with estimates corrected by records, in order."""
     best = {who: _drop_layers_held(query, f) for who, f in _apply_records(query, draft.best, steps).items()}
     misses = {f.label: missed for f in best.values() if (missed := f.list_missed(query.slo))}
-    requests, lengths = _format_load(draft.concurrency, draft.context, draft.load)
+    requests, unit, lengths = _format_load(draft.concurrency, draft.context, draft.load)
     return Choice(
         requests=requests,
+        unit=unit,
         lengths=lengths,
         concurrency=draft.concurrency,
         forecasts=sorted(best.values(), key=lambda f: (bool(misses.get(f.label)), -compute_tok_s_per_gpu(f))),
@@ -341,12 +342,21 @@ def _apply_records(query: Query, found: dict[str, Forecast], steps: Steps) -> di
     return {who: forecast.apply_factor(f, factor) if f.source == ESTIMATED else f for who, f in found.items()}
 
 
-def _format_load(concurrency: int, context: int, load: Load | None) -> tuple[str, str]:
-    """Return the number or the rate of requests, and their lengths: `32` and `4000 → 1500 tokens`."""
+def _format_load(concurrency: int, context: int, load: Load | None) -> tuple[str, str, str]:
+    """Return the number or the rate of requests, its unit, and their lengths: `32`, `clients` and `4000 → 1500 tokens`."""
+    plural = "" if concurrency == 1 else "s"
     if load is None:
-        return str(concurrency), f"{context:,} tokens"
-    requests = str(concurrency) if load.arrival == CLOSED else f"{load.request_rate:g} req/s"
-    return requests, f"{format_lengths(load.input_tokens)} → {format_lengths(load.output_tokens)} tokens"
+        return str(concurrency), f"request{plural}", f"{context:,} tokens"
+    lengths = f"{format_lengths(load.input_tokens)} → {format_lengths(load.output_tokens)} tokens"
+    if load.arrival == CLOSED:
+        return str(concurrency), f"client{plural}", lengths
+    return f"{load.request_rate:g}", "req/s", lengths
+
+
+def _format_load_name(concurrency: int, context: int, load: Load | None) -> str:
+    """Return the name of a load, which is that of its choice."""
+    requests, unit, lengths = _format_load(concurrency, context, load)
+    return f"{requests} {unit} × {lengths}"
 
 
 def _list_valid_layouts(query: Query, gpus: int) -> list[Layout]:
@@ -662,7 +672,7 @@ def _list_unused_runs(records: Sequence[tuple[Record, str]], choices: Sequence[C
     for record, run in records:
         if run not in used:
             point = record.point
-            loads.setdefault(run, {})[" × ".join(_format_load(point.concurrency, point.context, point.load))] = None
+            loads.setdefault(run, {})[_format_load_name(point.concurrency, point.context, point.load)] = None
     return [
         f"{run}: no figure is from it; the first of its {format_count(len(of), 'load')} is {next(iter(of))}."
         for run, of in loads.items()

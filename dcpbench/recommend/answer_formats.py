@@ -160,7 +160,7 @@ def _format_choice(choice: Choice) -> str:
     others = [f.label for f in choice.level if f is not choice.best]
     if not others:
         return text
-    return f"{text}, which is level with {_format_names(others)} in output and has more KV capacity"
+    return f"{text}, which is level with {_format_names(others)} in output tok/s and has more KV capacity"
 
 
 def format_details(query: Query, choice: Choice) -> list[str]:
@@ -236,7 +236,7 @@ def format_placements(choices: Sequence[Choice]) -> str:
 
 
 def _format_loads(names: Sequence[str], choices: Sequence[Choice]) -> str:
-    """Return `, at 8 × 4,000 tokens` for some of the loads; empty for all of them."""
+    """Return `, at 8 requests × 4,000 tokens` for some of the loads; empty for all of them."""
     some = list(dict.fromkeys(names))
     if len(some) == len(choices):
         return ""
@@ -248,7 +248,9 @@ def _format_basis(choices: Sequence[Choice]) -> str:
     sources = [name for name in SOURCES if name in used]
     estimates = [f for choice in choices for f in choice.forecasts if f.source == ESTIMATED]
     band = (
-        f", error of output up to ±{format_percent(max(f.high / f.tok_s - 1 for f in estimates))}" if estimates else ""
+        f", error of output tok/s up to ±{format_percent(max(f.high / f.tok_s - 1 for f in estimates))}"
+        if estimates
+        else ""
     )
     return f"{format_list(sources)}{band}"
 
@@ -479,7 +481,7 @@ def explain_start(start: Start) -> str:
 
 
 def list_refused(choices: Sequence[Choice]) -> list[str]:
-    """Return a sentence for each reason for refusing layouts: `Not tp4 at 48 × 32,000 tokens: …`.
+    """Return a sentence for each reason for refusing layouts: `Not tp4 at 48 requests × 32,000 tokens: …`.
 
     Layouts that miss memory for the whole model are left out: their rows state how much.
     """

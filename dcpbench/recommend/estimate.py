@@ -122,7 +122,7 @@ def compute_waiting_us(sharding: Sharding, tokens: int, rates: Mapping[str, floa
     s, ranks = sharding.shape, sharding.expert_ranks
     if ranks == 1 or not s.experts or "read" not in rates:
         return 0.0
-    products = memory.make_mlp_products(s, s.moe_inter)
+    products = memory.make_mlp_products(s, s.moe_intermediate_size)
     stored = EXPERTS in sharding.weights.parts
     bits = sharding.weights.bits if stored else 8 * sharding.itemsize
     expert_bytes = sum(product.elements for product in products) * bits / 8

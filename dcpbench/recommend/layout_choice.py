@@ -45,7 +45,8 @@ class Refusal:
 class Choice:
     """Hold the best layout of one load, and the alternatives."""
 
-    requests: str  # in flight, or the rate at which they come: `32`, `2 req/s`
+    requests: str  # `32`: requests in flight or their rate, in `unit`
+    unit: str  # `clients` of a closed loop, `requests` of a decode step, or `req/s`
     lengths: str  # `4,000 → 1,500 tokens`
     concurrency: int
     forecasts: list[Forecast]  # of each layout that fits: first those that meet the SLO, fastest first
@@ -62,8 +63,8 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """Return the name of the load, such as `32 × 4,000 → 1,500 tokens`."""
-        return f"{self.requests} × {self.lengths}"
+        """Return the name of the load, such as `32 clients × 4,000 → 1,500 tokens`."""
+        return f"{self.requests} {self.unit} × {self.lengths}"
 
     @property
     def fastest(self) -> Forecast | None:

@@ -200,14 +200,14 @@ def compute_tok_s_per_gpu(tok_s: float, gpus: int) -> float:
     return tok_s / gpus
 
 
-def compute_tok_s_per_user(median_itl_ms: float) -> float:
-    """Return the rate that one user sees: 1000 / median ITL in ms. Unit: tok/s/user.
+def compute_tok_s_per_user(median_tpot_ms: float) -> float:
+    """Return the rate that one user sees: 1000 / median TPOT in ms or, without prompts, 1000 / step time. Unit: tok/s/user.
 
-    Raise UsageError if the ITL is not positive.
+    Raise UsageError if the TPOT is not positive.
     """
-    if not median_itl_ms > 0:
-        raise UsageError(f"a median ITL of {median_itl_ms:g} ms gives no rate; check the samples.")
-    return 1e3 / median_itl_ms
+    if not median_tpot_ms > 0:
+        raise UsageError(f"a median TPOT of {median_tpot_ms:g} ms gives no rate; check the samples.")
+    return 1e3 / median_tpot_ms
 
 
 def has_met_slo(request: RequestTimes, slo: Mapping[str, float]) -> bool:

@@ -316,7 +316,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "tok_s_per_user",
         "tok/s/user",
-        "1000 over the median ITL in ms",
+        "1000 over the median TPOT in ms",
         derived=_compute_per_user_interval,
         positive=True,
         gauge="output_tokens_per_second_per_user",
@@ -326,7 +326,7 @@ METRICS: tuple[Metric, ...] = (
         term="per user",
         defined={
             DECODE: "1000 / step time in ms; times the tokens of a step with drafts",
-            SERVE: "1000 / median ITL in ms; with drafts 1000 / median TPOT",
+            SERVE: "1000 / median TPOT in ms",
         },
     ),
     Metric(
@@ -351,14 +351,14 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("steady_s", "s", "how long the target concurrency is held", exported=False),
     Metric(
-        "request_s",
+        "request_throughput",
         "requests/s",
         "finished requests per second",
         gauge="requests_per_second",
         label="finished requests",
     ),
     Metric(
-        "goodput_s",
+        "request_goodput",
         "requests/s",
         "requests per second that meet every objective",
         gauge="goodput_requests_per_second",
@@ -691,7 +691,7 @@ PAGE = _list_metrics(  # metrics that the HTML report shows for the point under 
     output_tok_s output_tok_s_per_gpu tok_s_per_user dcp_ratio steady_tok_s
     step_ms floor_ms floor_share itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms ttft_p90_ms ttft_p95_ms ttft_p99_ms
     tpot_p50_ms tpot_p99_ms e2el_p50_ms e2el_p99_ms
-    request_s goodput_s preemptions cached_share decode_batch tokens_per_step
+    request_throughput request_goodput preemptions cached_share decode_batch tokens_per_step
     prefill_busy_share decode_busy_share link_busy_share transfer_p50_ms transfer_wait_p50_ms
     kv_capacity_tokens kv_tokens_per_gib kv_pool_bytes_per_gpu memory_peak_bytes joules_per_token
     prefill_floor_share prefill_matmul_share decode_floor_share
@@ -701,7 +701,7 @@ PAGE = _list_metrics(  # metrics that the HTML report shows for the point under 
 PAGE_TABLE = _list_metrics(  # metrics of PAGE that are columns in the table of points
     """
     output_tok_s output_tok_s_per_gpu tok_s_per_user step_ms itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms
-    goodput_s preemptions kv_capacity_tokens
+    request_goodput preemptions kv_capacity_tokens
     """
 )
 DECODE_TABLE = _list_metrics(  # columns of a report's table of `decode`, between throughput and objectives
@@ -718,7 +718,7 @@ SERVED_TABLE = _list_metrics(  # columns of its table of served points before th
     """
 )
 SERVED_COUNTS = _list_metrics(  # last columns of a report's table of served points
-    "goodput_s preemptions cached_share finished"
+    "request_goodput preemptions cached_share finished"
 )
 SERVED_DETAILS = _list_metrics(  # columns of its second table of served points
     """
@@ -737,7 +737,7 @@ REPLAYED = _list_metrics("output_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p9
 DASHBOARD = _list_metrics(  # metrics that the dashboard follows over runs; the first one is shown by default
     """
     output_tok_s_per_gpu output_tok_s tok_s_per_user
-    step_ms floor_share itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms tpot_p50_ms e2el_p50_ms steady_tok_s request_s goodput_s
+    step_ms floor_share itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms tpot_p50_ms e2el_p50_ms steady_tok_s request_throughput request_goodput
     host_syncs_per_step host_plan_us kv_capacity_tokens memory_peak_bytes joules_per_token attention_error
     """
 )
@@ -745,7 +745,7 @@ _COUNTED = "kv_capacity_tokens memory_peak_bytes host_syncs_per_step"
 COMPARED = {  # metrics that `compare` tests, by workload; throughput and median ITL of `decode` are its step time
     DECODE: _list_metrics(f"step_ms itl_p90_ms itl_p99_ms {_COUNTED}"),
     SERVE: _list_metrics(
-        "output_tok_s steady_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms tpot_p50_ms e2el_p50_ms goodput_s "
+        "output_tok_s steady_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms tpot_p50_ms e2el_p50_ms request_goodput "
         f"{_COUNTED}"
     ),
 }
@@ -763,7 +763,9 @@ def get_definitions(workload: str) -> dict[str, tuple[str, str]]:
     latencies = [(latency.label, latency.defined, "ms") for latency in LATENCIES.values()]
     step, *others = (
         (metric.term, metric.defined, metric.unit)
-        for metric in _list_metrics("step_ms output_tok_s steady_tok_s goodput_s output_tok_s_per_gpu tok_s_per_user")
+        for metric in _list_metrics(
+            "step_ms output_tok_s steady_tok_s request_goodput output_tok_s_per_gpu tok_s_per_user"
+        )
     )
     return {
         term: (explanations[workload], unit)

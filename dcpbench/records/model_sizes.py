@@ -23,9 +23,9 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     heads: Count
     experts: Count
     top_k: Count
-    moe_inter: Count
-    dense_inter: Count
-    first_dense: Count
+    moe_intermediate_size: Count
+    intermediate_size: Count
+    first_k_dense_replace: Count
     latent: Count
     vocab: Count
     kv_heads: Count = 0  # 0 without grouped-query attention
@@ -68,7 +68,7 @@ def read_model_sizes(model: str) -> ModelSizes | msgspec.UnsetType:
 
 def shorten_shape(shape: ModelShape, layers: int) -> ModelShape:
     """Return the shape with only its first `layers` layers."""
-    return dataclasses.replace(shape, layers=layers, first_dense=min(shape.first_dense, layers))
+    return dataclasses.replace(shape, layers=layers, first_k_dense_replace=min(shape.first_k_dense_replace, layers))
 
 
 def find_shortened_model(sizes: ModelSizes) -> ShortenedModel | None:

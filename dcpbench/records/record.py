@@ -130,7 +130,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     matmul_fp8_flop_s: Rate | None = None  # the same product in fp8; null also if no point of the job has fp8 operands
     peer_bytes_s: Rate | None = None  # bandwidth when every rank reads its neighbour's memory
     barrier_us: Number | None = None  # duration of a barrier of all ranks in symmetric memory
-    without: list[str] = []  # rates that could not be measured, each with its reason
+    unmeasured: list[str] = []  # rates that could not be measured, each with its reason
 
     @property
     def limits(self) -> dict[str, float]:
@@ -318,9 +318,6 @@ class StageMetrics(msgspec.Struct, frozen=True, kw_only=True):
     step_times: str  # how the times of steps over stages were estimated
 
 
-FROM_TPOT = "tpot"  # value of `ServeMetrics.tok_s_per_user_from` for 1000 / median TPOT in ms
-
-
 class SpeculationMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Hold how many drafts were accepted, as stated or as a server reports it."""
 
@@ -342,12 +339,12 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     output_tok_s: Number  # output throughput over the whole run, ramp-up and drain included
     output_tok_s_per_gpu: Number | None  # null if the number of GPUs is unknown, as for an import without it
     total_tok_s: Number  # throughput of prompt and output tokens; cached prompt tokens count
-    request_s: Number | None  # finished requests per second; null, as all sums, if an import has only token rates
-    tok_s_per_user: Number | None
+    request_throughput: Number | None  # finished requests per second; null, as all sums, if an import has only rates
+    tok_s_per_user: Number | None  # 1000 / median TPOT in ms; null without TPOT
     steady_tok_s: Number | None  # output throughput over the longest time at 95 % of the target concurrency
     steady_s: Number | None  # length of that interval in s
     slo_ms: dict[str, Number] = {}  # objectives as given, in ms: `ttft`, `itl`, `tpot`, `e2el`
-    goodput_s: Number | None = None  # requests per second that meet all objectives; null without objectives
+    request_goodput: Number | None = None  # requests per second that meet all objectives; null without objectives
     wall_s: Number | None  # first submission to last token
     submitted: Count | None  # submitted requests; null, like all counts below that may be, if an import lacks it
     finished: Count | None
@@ -372,7 +369,6 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     instances: InstanceMetrics | None = None  # metrics of several instances; null for a single one
     stages: StageMetrics | None = None  # null without pipeline stages and prefill context parallelism
     samples_file: str = ""  # Parquet file in the folder of the records, with one row per request
-    tok_s_per_user_from: str | msgspec.UnsetType = msgspec.UNSET  # `tpot`: 1000 / median TPOT; unset: by ITL
     speculation: SpeculationMetrics | None = None  # drafts and their acceptance; null for steps of one token
 
 

@@ -43,7 +43,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     kind: str  # `cut short`, `damaged` or `strange`
     why: str  # problem with the line, without a full stop
     length_bytes: int
-    held: int = 0  # whole records found inside it; 1 for a record with an invalid value left out
+    whole_records: int = 0  # whole records found inside it; 1 for a record with an invalid value left out
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +87,7 @@ def audit_file(run: Path) -> Audit:
             named = record.serve.samples_file if record.serve else ""
             if named and not (get_run_folder(run) / named).is_file():
                 missing.add(named)
-    mends = records > 0 or any(fault.held for fault in faults)
+    mends = records > 0 or any(fault.whole_records for fault in faults)
     return Audit(
         file=str(path),
         records=records,
@@ -127,7 +127,7 @@ def has_record(path: Path) -> bool:
 
 def require_records(found: Audit) -> None:
     """Raise RecordsError if no record was found, not even inside damaged lines."""
-    if not found.records and not any(fault.held for fault in found.faults):
+    if not found.records and not any(fault.whole_records for fault in found.faults):
         raise RecordsError(
             f"{found.file} holds no record that this version can read; put a copy of the run in its place, or name another run."
         )
@@ -169,7 +169,7 @@ def _parse_line(number: int, line: bytes) -> _Line:
         why, advice = (
             unwritten if kind == CUT_SHORT else (checks.describe_bad_line(line, e), checks.suggest_remedy(line, e))
         )
-        fault = Fault(line=number, kind=kind, why=why, length_bytes=len(line), held=len(inside))
+        fault = Fault(line=number, kind=kind, why=why, length_bytes=len(line), whole_records=len(inside))
         records, texts = [record for record, _ in inside], [text for _, text in inside]
         return _Line(kind, records, texts, fault, advice, checks.is_record_line(line), line.rstrip(b"\n") + b"\n")
     kind = SEALED if line.lstrip().startswith(checksums.HEAD) else UNSEALED

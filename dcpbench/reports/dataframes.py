@@ -84,7 +84,7 @@ MERGES: dict[str, Callable[[list[float]], float]] = {  # merges repeats into one
 OF_ENGINE = [m.name for m in metrics.METRICS if m.at and not m.parts & {"metrics", "serve"}]
 OF_DECODE = [m.name for m in metrics.METRICS if "metrics" in m.parts]  # in the order of a table
 SERVED = [  # metrics of served points, in a record's order; goodput is reported with its objectives
-    name for name in ServeMetrics.__struct_fields__ if name in METRIC and name != "goodput_s"
+    name for name in ServeMetrics.__struct_fields__ if name in METRIC and name != "request_goodput"
 ]
 VARIES = {  # further fields of a load or its settings that may distinguish points of a report, with their format
     "at_once": "{:,.0f} at once",
@@ -543,7 +543,7 @@ def _make_served_columns(records: list[Record]) -> dict[str, Any]:
     same_objectives = len(slos) == 1
     return row | {
         "slo": slos[0] if same_objectives else "",
-        "goodput_s": compute_median(m.goodput_s for m in measured if same_objectives),
+        "request_goodput": compute_median(m.request_goodput for m in measured if same_objectives),
     }
 
 

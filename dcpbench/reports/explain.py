@@ -65,7 +65,7 @@ METHOD = (
     Output throughput: concurrency / step time, in tok/s, of the whole layout; with drafts, times the tokens of a request in a step.
     Per GPU: divided by tp, as DCP and attention DP add no GPUs.
 
-    tok/s/user: 1000 / median ITL in ms; with drafts 1000 / time of a token in ms.
+    tok/s/user: 1000 / median step time in ms; with drafts, times the tokens of a step.
 
     KV tokens per GiB: tokens that the layout's pools hold, each counted once, over the GiB of one GPU's pool. It
     compares layouts independently of the sizes of their pools.
@@ -107,6 +107,8 @@ SERVED = _split_paragraphs(
     Goodput: finished requests that meet every objective / wall time. A request meets an ITL objective if 99 of 100 of its
     gaps do or, with fewer than 100 gaps, if all do.
 
+    tok/s/user of served requests: 1000 / median TPOT in ms. TPOT includes the gaps in which prompts of other requests ran.
+
     Live runs are measured. A replay runs the same scheduler, or the scheduling policy of a server's engine, in virtual time and takes
     step times from measurements of single steps; it is no measurement of a load, and no table or line here holds both.
 
@@ -136,7 +138,7 @@ WARNINGS = {
     "cut_off": "the run ended before all of its requests did.",
     "rejections": "some requests can never fit and were rejected; all figures are for the others.",
     "summary_only": "means and percentiles as another tool computed them, without floors: the times of single requests are unknown.",
-    "chunk_gaps": "stream chunks hold several tokens: ITL is the gap between chunks, and tok/s/user is 1000 / median TPOT.",
+    "chunk_gaps": "stream chunks hold several tokens: ITL is the gap between chunks.",
     "nominal_lengths": "requests were on average more than 5 % shorter or longer than the requested lengths, by which they are listed: answers ended early, or lengths were random.",
     "requests_failed": "some requests failed; all figures are for the others.",
     "gaps_divided": "some tokens of a request were read several at a time: the gap before them is divided over them, so that single gaps are means "
@@ -218,8 +220,6 @@ def build_definitions(frames: Frames, *names: str) -> Table:
 def _explain_difference(frames: Frames, name: str) -> str:
     """Return what differs from the definition of a metric for imported points of a report; empty if nothing does."""
     served = frames.served
-    if name == "per user" and _has_chunk_gaps(frames):
-        return "; 1000 / median TPOT in ms for points marked chunk_gaps"
     if (
         name == "per GPU"
         and len(served)
@@ -229,17 +229,11 @@ def _explain_difference(frames: Frames, name: str) -> str:
     return ""
 
 
-def _has_chunk_gaps(frames: Frames) -> bool:
-    return len(frames.served) > 0 and bool(point_warnings.has_warning(frames.served, "chunk_gaps").any())
-
-
 def describe_method(frames: Frames) -> list[str]:
     """Describe how the workloads at hand were measured."""
     if frames.served.empty:
         return _describe_steps(frames.points)
-    chunks = ["tok/s/user of points marked chunk_gaps: 1000 / median TPOT in ms."] if _has_chunk_gaps(frames) else []
-    steps = _describe_steps(frames.points) if len(frames.points) else COMMON
-    return [*steps, *chunks, *SERVED]
+    return [*(_describe_steps(frames.points) if len(frames.points) else COMMON), *SERVED]
 
 
 def _describe_steps(points: pd.DataFrame) -> list[str]:

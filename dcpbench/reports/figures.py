@@ -31,6 +31,7 @@ from dcpbench.show.figure_style import (
     draw_legend_below,
     draw_watermark,
     draw_watermark_below,
+    format_axis_label,
     get_colour,
     get_line_style,
     get_marker,
@@ -178,7 +179,7 @@ LINES = (  # kind, title and drawing function of each line figure; a `decode` po
 )
 SUBJECTS = [kind for kind, _, _ in LINES]
 EDGE = {  # text for each metric that a point on the frontier needs
-    "tok_s_per_user": "a speed for one user (1000 / median ITL)",
+    "tok_s_per_user": "a speed for one user (1000 / median TPOT)",
     "output_tok_s_per_gpu": "an output per GPU (an import with --tp says how many there were)",
 }
 NAMES = load_labels.OBJECTIVES | {"frontier": "Throughput per GPU against speed per user"}
@@ -344,7 +345,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
         ax.tick_params(labelleft=j == 0, labelbottom=i == len(sides) - 1)
         ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
     for ax in grid[-1]:
-        ax.set_xlabel(DECODE.label, fontsize=9)
+        ax.set_xlabel(format_axis_label(DECODE.label, ax.get_xscale()), fontsize=8)
     bottom, top = grid[0][0].get_ylim()
     grid[0][0].set_ylim(bottom, top + LINE_OF_WORDS * (top - bottom))
     figure.supylabel("output over the best other layout", fontsize=10)

@@ -207,7 +207,7 @@ def _make_draft_columns(points: pd.DataFrame) -> list[Column]:
 
 def _make_served_columns(arrival: str, points: pd.DataFrame) -> list[Column]:
     load = [Column(LOADS[arrival], [_format_load(p) for _, p in points.iterrows()])] if arrival in LOADS else []
-    goodput, kv = points["goodput_s"], points["kv_tokens_of_all"]
+    goodput, kv = points["request_goodput"], points["kv_tokens_of_all"]
     return [
         *load,
         _make_number_column("tok/s", points["output_tok_s"], 4),

@@ -134,7 +134,6 @@ class CaseSamples(msgspec.Struct, frozen=True, kw_only=True):
     context_min: int | None = None
     context_max: int | None = None
     context_mean: float | None = None  # of KV tokens to which decodes attended; None without decodes
-    overhead_ms: float | None = None  # TTFT of OVERHEAD_TOKENS tokens, part of samples of prompts; else None
     divided_share: float = 0.0  # of tokens that arrived several in a chunk: times of their steps are known together
     separate_prefill: bool | None = None  # True if the prompt of a mixed case ran in a separate step; None for others
     decode_ms: float | None = None  # time of a step with the decodes of a mixed case alone. None for others
@@ -157,7 +156,6 @@ class StepProbe:
     limits: ServerLimits = UNLIMITED
     rule: StopRule = DEFAULT_RULE
     realtime: bool = True  # True if the client gets real-time priority while it measures, if the kernel allows it
-    overheads_ms: list[float] = dataclasses.field(default_factory=list)  # the overhead, once it has been measured
 
 
 async def measure_case(
@@ -407,13 +405,10 @@ async def _measure_ttft_ms(probe: StepProbe, tokens: int) -> float:
     return (came - sent) * 1e3
 
 
-async def measure_overhead_ms(probe: StepProbe) -> float:
-    """Return the median time to first token of a very short prompt on the idle server; it is measured once for a probe."""
-    if not probe.overheads_ms:
-        await _measure_ttft_ms(probe, OVERHEAD_TOKENS)
-        found = [await _measure_ttft_ms(probe, OVERHEAD_TOKENS) for _ in range(OVERHEAD_REPEATS)]
-        probe.overheads_ms.append(statistics.median(found))
-    return probe.overheads_ms[0]
+async def _measure_overhead_ms(probe: StepProbe) -> float:
+    """Return the median time to first token of a very short prompt on the idle server."""
+    await _measure_ttft_ms(probe, OVERHEAD_TOKENS)
+    return statistics.median([await _measure_ttft_ms(probe, OVERHEAD_TOKENS) for _ in range(OVERHEAD_REPEATS)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -469,7 +464,7 @@ async def measure_request_times(probe: StepProbe, first_token_us: float = 0.0) -
     launch is shorter than such a step. The time to first token of a very short prompt then is that of a request and of the launch.
     All times are without `first_token_us` of each prompt token.
     """
-    overhead, budget = await measure_overhead_ms(probe), probe.limits.max_batched_tokens
+    overhead, budget = await _measure_overhead_ms(probe), probe.limits.max_batched_tokens
     overhead -= OVERHEAD_TOKENS * first_token_us / 1e3
     if budget is None or not _takes_filler(probe.limits):
         decode = await measure_case(probe, Case(decodes=(Decodes(1, MIN_CONTEXT),)))
@@ -500,7 +495,6 @@ def _takes_filler(limits: ServerLimits, steps: int = FILLED_STEPS) -> bool:
 
 async def _measure_chunks(probe: StepProbe, case: Case) -> CaseSamples:
     """Measure a step of chunks alone, in one of three ways."""
-    overhead = await measure_overhead_ms(probe)
     chunks = [c for c in case.chunks for _ in range(c.chunks)]
     late_tokens = chunks[0].tokens
     if chunks[0].prefix and not chunks[0].prefix % (probe.limits.max_batched_tokens or 1):
@@ -524,7 +518,6 @@ async def _measure_chunks(probe: StepProbe, case: Case) -> CaseSamples:
         samples_ms=samples,
         method=method,
         precise=precise,
-        overhead_ms=overhead,
         discarded=discarded,
         late_tokens=late_tokens,
     )
@@ -618,7 +611,6 @@ async def _measure_difference_ms(probe: StepProbe, chunk: Chunks) -> float | Non
 
 async def _measure_mixed(probe: StepProbe, case: Case, *, hide_launch: bool) -> CaseSamples:
     """Measure the gap of decodes in which a prompt arrives, behind a prompt that fills the steps before if `hide_launch`."""
-    overhead = await measure_overhead_ms(probe)
     plan, [chunk] = plan_decodes(probe.limits, case), case.chunks
     prompt = chunk.prefix + chunk.tokens
     filler = FILLED_STEPS * ((probe.limits.max_batched_tokens or 0) - sum(d.requests for d in case.decodes))
@@ -660,7 +652,6 @@ async def _measure_mixed(probe: StepProbe, case: Case, *, hide_launch: bool) -> 
         samples_ms=samples,
         method=Method.MIXED,
         precise=precise,
-        overhead_ms=overhead,
         **described,
         separate_prefill=sum(together) * 2 < len(together),
         decode_ms=decode_s * 1e3,

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from dcpbench.errors import UsageError
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.records import formulas
-from dcpbench.records.record import FROM_TPOT, ServeMetrics, SpeculationMetrics, TurnMetrics
+from dcpbench.records.record import ServeMetrics, SpeculationMetrics, TurnMetrics
 from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
@@ -186,7 +184,6 @@ def compute_serve_metrics(
     done = [t for t in times if t.finished]
     tpot_ms = formulas.summarize_latencies([v for t in done if (v := formulas.compute_tpot_ms(t)) is not None])
     itl_ms = formulas.summarize_latencies(np.concatenate([np.empty(0), *map(formulas.compute_itl_ms, done)]))
-    gap_ms = tpot_ms.p50 if speculation else itl_ms.p50  # most gaps between tokens of one step are 0
     sequences = [s.sequence for s in traffic.samples if s.sequence is not None]
     return ServeMetrics(
         ttft_ms=formulas.summarize_latencies([formulas.compute_ttft_ms(t) for t in done]),
@@ -196,14 +193,13 @@ def compute_serve_metrics(
         output_tok_s=output_tokens / wall,
         output_tok_s_per_gpu=formulas.compute_tok_s_per_gpu(output_tokens / wall, gpus) if gpus else None,
         total_tok_s=(input_tokens + output_tokens) / wall,
-        request_s=len(done) / wall,
-        tok_s_per_user=formulas.compute_tok_s_per_user(gap_ms) if gap_ms else None,
-        tok_s_per_user_from=FROM_TPOT if speculation else msgspec.UNSET,
+        request_throughput=len(done) / wall,
+        tok_s_per_user=formulas.compute_tok_s_per_user(tpot_ms.p50) if tpot_ms.p50 else None,
         speculation=speculation,
         steady_tok_s=None if window is None else formulas.compute_tok_s_within(times, window),
         steady_s=None if window is None else window[1] - window[0],
         slo_ms=objectives,
-        goodput_s=formulas.compute_goodput(times, objectives) if slo else None,
+        request_goodput=formulas.compute_goodput(times, objectives) if slo else None,
         wall_s=wall,
         submitted=len(traffic.samples),
         finished=len(done),

@@ -30,6 +30,9 @@ FOLDER = "samples"  # below the run's folder
 VERSION_KEY, POINT_KEY, SUM_KEY = b"dcpbench.samples_version", b"dcpbench.point", b"dcpbench.crc32"
 """Keys of the file's metadata; the checksum covers the rows and the point."""
 MAX_INT = 2**31 - 1  # of a column
+TIMES = "token_s.list.element"  # path of the column with the times of tokens
+ENCODING = {"compression": "zstd", "compression_level": 15, "use_dictionary": False, "use_byte_stream_split": [TIMES]}
+"""Options of pyarrow's write_table: a dictionary of times, which all differ, makes a file 1.6 times as large."""
 SELDOM = ("chunk_tokens", "session", "turn", "instance", "prefilled_by", "kv_sent_s", "kv_arrived_s")
 """Columns that are written only if a row has a value in them."""
 AGAIN = "repeat the sweep of this run"
@@ -88,7 +91,7 @@ def write_samples(folder: Path, point: Point, rows: Sequence[Row]) -> str:
     path, whole = folder / name, pa.BufferOutputStream()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, whole, compression="zstd")
+        pq.write_table(table, whole, **ENCODING)
         write_file(path, whole.getvalue().to_pybytes())
     except OSError as e:
         raise make_write_error(path, e, run=folder) from e

@@ -108,15 +108,17 @@ def get_line_style(place: int) -> Line:
 def set_axis_labels(figure: Figure, x: str, y: str) -> None:
     """Label the x axis of every panel and the y axis of the first in each row."""
     for ax in figure.axes:
-        ax.set_xlabel(_format_axis_label(x, ax.get_xscale()))
+        ax.set_xlabel(format_axis_label(x, ax.get_xscale()))
         spec = ax.get_subplotspec()
         if spec is None or spec.is_first_col():
-            ax.set_ylabel(_format_axis_label(y, ax.get_yscale()))
+            ax.set_ylabel(format_axis_label(y, ax.get_yscale()))
 
 
-def _format_axis_label(label: str, scale: str) -> str:
-    """Return the label, with a note in its brackets if the axis is logarithmic."""
-    return label.removesuffix(")") + ", log scale)" if scale == "log" else label
+def format_axis_label(label: str, scale: str) -> str:
+    """Return the label, with a note in brackets if the axis is logarithmic."""
+    if scale != "log":
+        return label
+    return f"{label.removesuffix(')')}, log scale)" if label.endswith(")") else f"{label} (log scale)"
 
 
 AXIS_LETTERS = 26  # of tick labels, next to each other below the narrowest panel

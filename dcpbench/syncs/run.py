@@ -82,7 +82,7 @@ class Note(msgspec.Struct):
     cuda: bool = False
     cut: bool = False
     steps: int = 0
-    found: bool = True  # False if the function of --step was not found
+    step_found: bool = True  # False if the function of --step was not found
     problems: list[str] = []
 
     @property
@@ -211,7 +211,7 @@ def _explain_no_steps(notes: Sequence[Note], recording: Recording) -> str:
     """Return why no process has begun a step, and the option to use."""
     if not recording.step:
         return "no nn.Module was called; name the function of a step with --step MODULE:FUNCTION."
-    if any(note.found for note in notes):
+    if any(note.step_found for note in notes):
         return f"{recording.step} was never called; name a function that is, or leave --step out."
     return (
         f"{recording.step} was never found; check the name, define it before CUDA is first used or move it into a "

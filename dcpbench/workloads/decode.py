@@ -268,7 +268,7 @@ def _collect_chosen_experts(engine: DecodeEngine, batch: Batch) -> list[torch.Te
     The layer that drafts tokens, which runs behind the others over other rows, is left out.
     """
     model = engine.model
-    layers = model.shape.layers - model.shape.first_dense
+    layers = model.shape.layers - model.shape.first_k_dense_replace
     model.chosen_experts = []
     engine.run_eager(batch)
     chosen, model.chosen_experts = model.chosen_experts, None

@@ -108,8 +108,8 @@ def _run_step(engine: DecodeEngine, batch: Batch) -> tuple[dict[str, torch.Tenso
     if model.shape.gqa:
         results[KV_ROW] = _gather_kv_heads(model, results[KV_ROW], model.shape.gqa.kv_heads)
     mine = slice(model.groups.dp.rank * batch.size, (model.groups.dp.rank + 1) * batch.size)
-    if model.shape.layers > model.shape.first_dense:
-        moe_layers = model.shape.layers - model.shape.first_dense
+    if model.shape.layers > model.shape.first_k_dense_replace:
+        moe_layers = model.shape.layers - model.shape.first_k_dense_replace
         results[ROUTER] = _collect_layers([logits_TE[mine] for logits_TE, _ in routed], moe_layers)
         results[EXPERTS] = _collect_layers([ids_Tk[mine] for _, ids_Tk in routed], moe_layers)
     logits = model.gather_logits(batch.logits).cpu()
@@ -124,13 +124,13 @@ def make_expert_inputs(experts: int, hidden: int) -> torch.Tensor:
 def _run_experts(model: Model) -> torch.Tensor | None:
     """Return `DecodeResult.experts`, summed over all ranks: prompts may never choose some experts. Collective."""
     shape, device = model.shape, model.kv.data.device
-    if shape.layers == shape.first_dense:
+    if shape.layers == shape.first_k_dense_replace:
         return None
     x_ED = make_expert_inputs(shape.experts, shape.hidden).to(device, model.dtype)
     ids_E1 = torch.arange(shape.experts, dtype=torch.int32, device=device).unsqueeze(1)
     weights_E1 = torch.ones(ids_E1.shape, device=device)
     outputs = []
-    for index in range(shape.first_dense, shape.layers):
+    for index in range(shape.first_k_dense_replace, shape.layers):
         w = model.weights.get_layer(index).mlp
         assert isinstance(w, Moe)
         rows = Rows(quantize_rows(x_ED), x_ED.dtype, x_ED) if needs_quantized_input(w.gate_up) else x_ED

@@ -47,7 +47,7 @@ def _list_lengths(dcp: int, interleave: int, longest: int) -> list[int]:
 
 
 def _check_storage(point: Point, shape: ModelShape, seed: int, rank: int, device: torch.device) -> list[Check]:
-    small = dataclasses.replace(shape, layers=2, first_dense=1 if shape.experts else 2)
+    small = dataclasses.replace(shape, layers=2, first_k_dense_replace=1 if shape.experts else 2)
     lengths = _list_lengths(point.dcp, point.interleave, point.context)
     synthetic = msgspec.structs.replace(point, weights=SYNTHETIC)
     engine = build_whole_session(synthetic, small, lengths, rank=rank, device=device, seed=seed).engine

@@ -49,7 +49,7 @@ def main(folder: Path) -> None:
         limit = Limit(name="peer", unit="B/s", median=372e9, low=371e9, high=373e9, samples=20)
         write_event(Event(stage="start", environment=Environment(device="CPU", device_count=0, command=job.command)))
         if job.ranks > 1:
-            write_event(Event(stage="limits", limits=[limit], without=["barrier: none here."]))
+            write_event(Event(stage="limits", limits=[limit], unmeasured=["barrier: none here."]))
         for index, case in enumerate(job.cases):
             write_event(Event(stage="case", index=index))
             result = Result(case=case, correct=how != "wrong", difference="row 3 differs" if how == "wrong" else "")

@@ -144,7 +144,7 @@ def test_bench_between_ranks_uses_all_gpus_and_records_limits(call) -> None:
     assert record["ranks"] == 4
     assert {r["case"]["sizes"]["ranks"] for r in record["results"]} == {4}
     assert [limit["name"] for limit in record["limits"]] == ["peer"]
-    assert record["without"] == ["barrier: none here."]
+    assert record["unmeasured"] == ["barrier: none here."]
 
 
 def test_ranks_option_may_be_below_the_number_of_gpus(call) -> None:

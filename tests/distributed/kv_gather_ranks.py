@@ -56,7 +56,7 @@ def main(rank: int, world: int, folder: Path) -> None:
         found[case.name()] = {
             "differences": [calls.check(run) for run in (calls.run, calls.run_captured, calls.run_captured)],
             "received_bytes": calls.work.received_bytes,
-            "wire_bytes": calls.work.wire_bytes,
+            "comm_bytes": calls.work.comm_bytes,
         }
     calls = workload.build_calls(cases(world)[0])
     found["a call is missing"] = calls.check(calls.calls[0])

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dcpbench.engine.decode_engine import Request
     from dcpbench.serving.allocator import Allocation
 
-TWELVE = dataclasses.replace(TINY, heads=12, experts=12, n_group=3, dense_inter=96, moe_inter=48)
+TWELVE = dataclasses.replace(TINY, heads=12, experts=12, n_group=3, intermediate_size=96, moe_intermediate_size=48)
 """Model shape with sizes that are divisible by 1, 2, 3 and 4 ranks."""
 GROUPED = dataclasses.replace(
     TWELVE,

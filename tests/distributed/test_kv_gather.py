@@ -37,5 +37,5 @@ class TestKvGather:
                 case.variant: rank[case.name()] for case in ranks.cases(len(found)) if case.sizes["tokens"] == 50
             }
             assert by_variant["direct"]["received_bytes"] == by_variant["nccl"]["received_bytes"] == (50 - own) * 1152
-            assert by_variant["nccl"]["wire_bytes"] == (len(found) - 1) * held[0] * 1152
-            assert by_variant["direct"]["wire_bytes"] == (50 - own) * 1152
+            assert by_variant["nccl"]["comm_bytes"] == (len(found) - 1) * held[0] * 1152
+            assert by_variant["direct"]["comm_bytes"] == (50 - own) * 1152

@@ -44,8 +44,8 @@ def test_each_version_runs_the_kernels_of_its_checkout(
     )
     (line,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
     assert (line["sizes"]["kv"], line["sizes"]["heads"], line["gpu"]) == (kv, 4, None)
-    assert {name: list(one) for name, one in line["found"].items()} == {"now": ["error"], "reference": ["error"]}
-    assert all(one["error"] < 1e-5 for one in line["found"].values())
+    assert {name: list(one) for name, one in line["versions"].items()} == {"now": ["error"], "reference": ["error"]}
+    assert all(one["error"] < 1e-5 for one in line["versions"].values())
     assert list(line["wrong"]) == ["wrong"]
     output = capsys.readouterr().out
     assert output.startswith(f"2 × 40, H=4, {kv}: now is right, error ")
@@ -59,7 +59,7 @@ def test_values_with_a_mean_change_the_error(tmp_path: Path, capsys: pytest.Capt
         out = tmp_path / f"{mean}.jsonl"
         assert attention_versions.main(["triton", *SIZES, "--kv", "fp8", "--mean", mean, "-o", str(out)]) == 0
         (line,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
-        found[mean] = line["found"]["triton"]["error"]
+        found[mean] = line["versions"]["triton"]["error"]
         assert line["sizes"]["mean"] == float(mean)
     assert found["0"] != found["8"]
     lines = capsys.readouterr().out.splitlines()
@@ -82,7 +82,7 @@ def test_version_that_fails_to_run_is_named_with_its_error(wrong_checkout: Path,
     out = tmp_path / "found.jsonl"
     assert attention_versions.main([f"broken={wrong_checkout}", f"now={HERE}", *SIZES, "-o", str(out)]) == 1
     (line,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
-    assert list(line["found"]) == ["now"]
+    assert list(line["versions"]) == ["now"]
     assert "no attribute 'run'" in line["wrong"]["broken"]
 
 
@@ -90,7 +90,7 @@ def test_times_are_printed_relative_to_the_first_version() -> None:
     sizes = {"requests": 8, "context": 8192, "heads": 64, "kv": "fp8"}
     line = {
         "sizes": sizes,
-        "found": {"now": {"error": 0, "median_us": 40.0}, "flashmla": {"error": 0, "median_us": 50.0}},
+        "versions": {"now": {"error": 0, "median_us": 40.0}, "flashmla": {"error": 0, "median_us": 50.0}},
     }
     assert (
         attention_versions.format_case(line | {"wrong": {}})

@@ -89,11 +89,11 @@ def test_work_of_the_minimum_traffic_and_of_ag_rs():
     """
     sizes = {"heads": 128, "requests": 8, "ranks": 4}
     symm = compute_work(case("symm", **sizes))
-    assert symm.received_bytes == symm.wire_bytes == 884_736 + 786_432 + 3_072
+    assert symm.received_bytes == symm.comm_bytes == 884_736 + 786_432 + 3_072
     assert symm.barriers == 2
     assert compute_work(case("ag_rs", **sizes)).received_bytes == symm.received_bytes, "the limit is the same for all"
-    assert compute_work(case("ag_rs", **sizes)).wire_bytes == 884_736 + 2 * 786_432 + 12_288
-    assert compute_work(case("ag_rs-bf16", **sizes)).wire_bytes == 884_736 + 786_432 + 12_288
+    assert compute_work(case("ag_rs", **sizes)).comm_bytes == 884_736 + 2 * 786_432 + 12_288
+    assert compute_work(case("ag_rs-bf16", **sizes)).comm_bytes == 884_736 + 786_432 + 12_288
 
 
 def test_work_leaves_out_data_that_options_keep_local():

@@ -53,7 +53,7 @@ def test_expert_work_of_a_layer_equals_that_of_bench_moe(product):
     shape = SHAPES["tiny"]
     ids = torch.tensor([[0, 1], [0, 2], [1, 3], [7, 0]], dtype=torch.int32)
     name = ("gate-up", "down")[product]
-    model = {"experts": 8, "top_k": 2, "hidden": shape.hidden, "width": shape.moe_inter}
+    model = {"experts": 8, "top_k": 2, "hidden": shape.hidden, "width": shape.moe_intermediate_size}
     sizes = Sizes(product=name, requests=4, rows="uniform", **model)
     x = torch.empty(4 if sizes.gated else 8, sizes.weight[2], dtype=torch.bfloat16)
     counts = torch.bincount(ids.flatten(), minlength=8).tolist()

@@ -38,14 +38,14 @@ def test_rates_of_one_rank_have_no_peer_limits_and_no_reasons(device):
     """Skip peer limits without a reason, because one rank has no peer."""
     rates = limits.measure_rates(device, ranks=1)
     assert set(rates.limits) == {"read", "copy", "matmul"}
-    assert (rates.peer_bytes_s, rates.barrier_us, rates.without) == (None, None, [])
+    assert (rates.peer_bytes_s, rates.barrier_us, rates.unmeasured) == (None, None, [])
 
 
 @pytest.mark.usefixtures("small_sizes")
 def test_rates_without_peer_access_are_left_out_with_reasons(device):
     rates = limits.measure_rates(device, ranks=2)
     assert set(rates.limits) == {"read", "copy", "matmul"}
-    assert [reason.split(":")[0] for reason in rates.without] == ["peer", "barrier"]
+    assert [reason.split(":")[0] for reason in rates.unmeasured] == ["peer", "barrier"]
 
 
 @pytest.mark.gpu
@@ -55,7 +55,7 @@ def test_measuring_rates_on_a_gpu_frees_its_memory():
     before = torch.cuda.memory_allocated(device)
     with torch.inference_mode():
         rates = limits.measure_rates(device, ranks=1)
-    assert rates.without == []
+    assert rates.unmeasured == []
     assert rates.read_bytes_s > rates.copy_bytes_s / 2
     assert torch.cuda.memory_allocated(device) - before < 64 << 20, "no more than a workspace of the matrix product"
 

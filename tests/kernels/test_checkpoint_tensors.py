@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 SHAPE = dataclasses.replace(
     load_shape("deepseek-v3"),
-    layers=3, first_dense=1, hidden=256, heads=4, q_lora=128, experts=4, top_k=2, n_group=1, topk_group=1,
-    moe_inter=256, dense_inter=512, vocab=203, latent=128, qk_nope_head_dim=64, v_head_dim=64, qk_rope_head_dim=16,
+    layers=3, first_k_dense_replace=1, hidden=256, heads=4, q_lora=128, experts=4, top_k=2, n_group=1, topk_group=1,
+    moe_intermediate_size=256, intermediate_size=512, vocab=203, latent=128, qk_nope_head_dim=64, v_head_dim=64, qk_rope_head_dim=16,
 )  # fmt: skip
 """Model shape for which the shards of two ranks end inside blocks of 128 × 128 numbers and inside the 256 that are drawn together."""
 GROUPED = dataclasses.replace(  # the same with grouped-query attention
     load_shape("qwen3-30b-a3b"),
-    layers=2, hidden=256, heads=4, gqa=Gqa(kv_heads=2, qk_norm=True), experts=4, top_k=2, moe_inter=256, vocab=203, qk_rope_head_dim=96, v_head_dim=96,
+    layers=2, hidden=256, heads=4, gqa=Gqa(kv_heads=2, qk_norm=True), experts=4, top_k=2, moe_intermediate_size=256, vocab=203, qk_rope_head_dim=96, v_head_dim=96,
 )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def test_shards_read_from_a_checkpoint_equal_drawn_shards(
     """Write all tensors as one file, and compare bitwise. With 4 ranks, two ranks each hold a copy of a KV head."""
     tensors = dict(iter_checkpoint_tensors(make_source(), shape, fp8=fp8))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    layers = Layers(shape.first_dense, shape.layers - shape.first_dense)
+    layers = Layers(shape.first_k_dense_replace, shape.layers - shape.first_k_dense_replace)
     for rank in range(tp):
         drawn, read = (
             load_weights(s, shape, Layout(tp=tp), rank, layers, ep=ep, fp8=fp8)
@@ -114,8 +114,8 @@ def test_mla_tensor_names_and_shapes_equal_those_of_transformers(model: str) -> 
     small = _shrink(published)
     kind = "V3" if published.routing == "sigmoid" else "V2"
     config = getattr(transformers, f"Deepseek{kind}Config")(
-        vocab_size=small.vocab, hidden_size=small.hidden, intermediate_size=small.dense_inter,
-        moe_intermediate_size=small.moe_inter, num_hidden_layers=small.layers, first_k_dense_replace=small.first_dense,
+        vocab_size=small.vocab, hidden_size=small.hidden, intermediate_size=small.intermediate_size,
+        moe_intermediate_size=small.moe_intermediate_size, num_hidden_layers=small.layers, first_k_dense_replace=small.first_k_dense_replace,
         num_attention_heads=small.heads, num_key_value_heads=small.heads, n_routed_experts=small.experts,
         num_experts_per_tok=small.top_k, kv_lora_rank=small.latent, q_lora_rank=small.q_lora,
         qk_rope_head_dim=small.qk_rope_head_dim, qk_nope_head_dim=small.qk_nope_head_dim, v_head_dim=small.v_head_dim,
@@ -127,7 +127,7 @@ def test_mla_tensor_names_and_shapes_equal_those_of_transformers(model: str) -> 
     assert {n: s for n, s in found.items() if ".experts." not in n} == {
         n: tuple(t.shape) for n, t in theirs.items() if ".experts." not in n
     }
-    routed = (small.layers - small.first_dense) * small.experts * 3
+    routed = (small.layers - small.first_k_dense_replace) * small.experts * 3
     assert sum(".experts." in name for name in found) == routed
 
 
@@ -135,18 +135,18 @@ def test_mla_tensor_names_and_shapes_equal_those_of_transformers(model: str) -> 
 def test_gqa_tensor_names_and_shapes_equal_those_of_transformers(model: str) -> None:
     transformers = pytest.importorskip("transformers")
     published = load_shape(model)
-    layers = {"layers": 2, "first_dense": 0 if published.experts else 2}
+    layers = {"layers": 2, "first_k_dense_replace": 0 if published.experts else 2}
     small = dataclasses.replace(
-        published, hidden=64, heads=4, dense_inter=64, vocab=203, qk_rope_head_dim=16, v_head_dim=16, **layers
+        published, hidden=64, heads=4, intermediate_size=64, vocab=203, qk_rope_head_dim=16, v_head_dim=16, **layers
     )
     if published.experts:
-        small = dataclasses.replace(small, experts=4, top_k=2, moe_inter=32)
+        small = dataclasses.replace(small, experts=4, top_k=2, moe_intermediate_size=32)
     assert small.gqa is not None
     small = dataclasses.replace(small, gqa=dataclasses.replace(small.gqa, kv_heads=2))
     family = next(f for f in FAMILIES if any(model in preset.repositories for preset in f.presets))
     config = getattr(transformers, family.transformers_config)(
-        vocab_size=small.vocab, hidden_size=small.hidden, intermediate_size=small.dense_inter, head_dim=16,
-        moe_intermediate_size=small.moe_inter, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=small.vocab, hidden_size=small.hidden, intermediate_size=small.intermediate_size, head_dim=16,
+        moe_intermediate_size=small.moe_intermediate_size, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         num_experts=small.experts, num_experts_per_tok=small.top_k,
     )  # fmt: skip
     with torch.device("meta"):
@@ -196,6 +196,6 @@ def test_plugin_loads_the_tensors_of_the_model_config(tmp_path: Path) -> None:
 
 def _shrink(shape: ModelShape) -> ModelShape:
     return dataclasses.replace(
-        shape, layers=2, first_dense=1, hidden=64, heads=4, q_lora=shape.q_lora and 32, experts=4, top_k=2, n_group=1,
-        topk_group=1, moe_inter=32, dense_inter=64, vocab=203, latent=32, qk_nope_head_dim=16, v_head_dim=16, qk_rope_head_dim=16,
+        shape, layers=2, first_k_dense_replace=1, hidden=64, heads=4, q_lora=shape.q_lora and 32, experts=4, top_k=2, n_group=1,
+        topk_group=1, moe_intermediate_size=32, intermediate_size=64, vocab=203, latent=32, qk_nope_head_dim=16, v_head_dim=16, qk_rope_head_dim=16,
     )  # fmt: skip

@@ -22,6 +22,8 @@ from tools import int4_tilings
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 """Relative errors caused by rounding, by the dtype of rows: in bf16 the rounding of weights, hidden rows and results."""
+RESULTS = Path(__file__).parents[2] / "results"
+MEASURED = RESULTS / "linear-experts_H200/int4-experts_H200_2026-11-30/later/tilings.jsonl"
 HIDDEN = 7168  # of DeepSeek-V3
 TILINGS = {  # columns, stages, warps, True if weights are the first operand, and blocks of columns of a program
     "gate-up": [(64, 3, 2, True), (64, 4, 4, False), (128, 3, 8, True), (32, 5, 2, True), (32, 4, 1, True)],
@@ -435,6 +437,22 @@ def test_decode_kernels_take_less_than_two_instructions_per_weight(depth, column
     blocks = depth // int4.BLOCK if depth <= int4_experts.SHORT_DEPTH else 1 + gated
     weights = tiling.columns * int4.BLOCK * blocks / (32 * tiling.warps)
     assert 1.25 < instructions / weights < 2
+
+
+def test_chosen_tiling_is_within_1_percent_of_the_fastest_measured_one():
+    """On an H200, six tilings of each product ran with DeepSeek-V3's experts, whole and divided by 8."""
+    lines = list(map(json.loads, MEASURED.read_text(encoding="utf-8").splitlines()))
+    assert len(lines) == 8
+    for line in lines:
+        sizes, gated = line["sizes"], line["sizes"]["product"] == "gate-up"
+        depth, columns = (HIDDEN, sizes["width"]) if gated else (sizes["width"], HIDDEN)
+        assignments = sizes["requests"] * sizes["top_k"]
+        how = int4_experts.choose_tiling(int4_experts.FEW_ROWS, depth, columns, assignments, gated=gated)
+        name = f"{how.columns}x{how.stages}x{how.warps}x{'w' if how.weight_first else 'r'}"
+        if how.programs != Tiling.programs:
+            name += f"x{how.count_blocks(columns, sizes['experts'] + assignments // int4_experts.FEW_ROWS)}"
+        us = {tiling: found["median_us"] for tiling, found in line["versions"].items()}
+        assert us[name] < 1.01 * min(us.values()), sizes
 
 
 @pytest.mark.gpu

@@ -42,8 +42,8 @@ def test_each_version_runs_the_kernels_of_its_checkout(
     (line,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
     assert list(line["wrong"]) == ["wrong"]
     assert "relative error" in line["wrong"]["wrong"]
-    assert {"now", "again", "c64p1", "c128p1"} <= line["found"].keys()
-    assert all(list(one) == ["error"] and one["error"] < 1e-5 for one in line["found"].values())
+    assert {"now", "again", "c64p1", "c128p1"} <= line["versions"].keys()
+    assert all(list(one) == ["error"] and one["error"] < 1e-5 for one in line["versions"].values())
     assert f"wrong WRONG: {line['wrong']['wrong']}" in capsys.readouterr().out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -27,6 +29,9 @@ from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import read_samples
 from tests.servers.fake_server import Model, Running, Script
 from tools.client_accuracy import run_test_server
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 PROMPT_FORMAT = PromptFormat(endpoint="completions", model="fake", extras=ANSWER_IDS, vocab=1000)
 NOWHERE = Target.from_url("http://127.0.0.1:9")
@@ -141,7 +146,7 @@ def test_stopped_load_keeps_the_outcomes_of_each_process() -> None:
                 assert isinstance(run, ClientPool)
                 await run.prepare(2)
                 running = asyncio.create_task(run.send_load())
-                while not run.paces or sum(bool(sent.token_s) for sent in server.server.sent) < 2:  # noqa: ASYNC110 -- see above
+                while not run.paces or sum(bool(sent.token_s) for sent in server.server.sent) < 2:  # noqa: ASYNC110 - the server has no event for it
                     await asyncio.sleep(0.01)
                 running.cancel()
                 with pytest.raises(asyncio.CancelledError):
@@ -167,24 +172,37 @@ def test_ctrl_c_is_blocked_in_every_process() -> None:
     assert done.stdout.splitlines() == ["SIGHUP SIGINT"] * 3
 
 
+@contextlib.asynccontextmanager
+async def waiting_for_second_tokens(processes: int) -> AsyncIterator[tuple[ClientPool, asyncio.Task[None]]]:
+    """Yield a load of one request per process, each of which has its first token, and the task that sends it."""
+    async with Running(Script(gap_ms=5000), Model()) as server:
+        target = Target.from_url(server.url)
+        calls = calls_to(target, processes)
+        async with open_load(target, calls, LoadOptions(clients=processes), processes) as run:
+            assert isinstance(run, ClientPool)
+            await run.prepare(processes)
+            running = asyncio.create_task(run.send_load())
+            while sum(bool(sent.token_s) for sent in server.server.sent) < processes:  # noqa: ASYNC110 - the server has no event for it
+                await asyncio.sleep(0.01)
+            yield run, running
+
+
+def signal_process(run: ClientPool, place: int, number: int) -> None:
+    """Send a signal to a process of a pool."""
+    pid = run._processes[place].pid
+    assert pid is not None
+    os.kill(pid, number)
+
+
 def test_outcomes_of_other_processes_are_kept_if_one_dies() -> None:
     """The first of three processes is killed while all wait for their second token."""
 
     async def main() -> ClientPool:
-        async with Running(Script(gap_ms=5000), Model()) as server:
-            target = Target.from_url(server.url)
-            async with open_load(target, calls_to(target, 3), LoadOptions(clients=3), 3) as run:
-                assert isinstance(run, ClientPool)
-                await run.prepare(3)
-                running = asyncio.create_task(run.send_load())
-                while sum(bool(sent.token_s) for sent in server.server.sent) < 3:  # noqa: ASYNC110 -- see above
-                    await asyncio.sleep(0.01)
-                pid = run._processes[0].pid
-                assert pid is not None
-                os.kill(pid, signal.SIGKILL)
-                with pytest.raises(WorkerError, match="ended with exit code -9"):
-                    await running
-                return run
+        async with waiting_for_second_tokens(3) as (run, running):
+            signal_process(run, 0, signal.SIGKILL)
+            with pytest.raises(WorkerError, match="ended with exit code -9"):
+                await running
+            return run
 
     run = asyncio.run(main())
     assert [(o.call.number, o.ended) for o in run.outcomes] in ([(1, False), (2, False)], [(2, False), (1, False)])
@@ -198,21 +216,12 @@ def test_process_that_does_not_answer_is_named(
     monkeypatch.setattr(sharing, "END_S", 0.5)
 
     async def main() -> ClientPool:
-        async with Running(Script(gap_ms=5000), Model()) as server:
-            target = Target.from_url(server.url)
-            async with open_load(target, calls_to(target, 2), LoadOptions(clients=2), 2) as run:
-                assert isinstance(run, ClientPool)
-                await run.prepare(2)
-                running = asyncio.create_task(run.send_load())
-                while sum(bool(sent.token_s) for sent in server.server.sent) < 2:  # noqa: ASYNC110 -- see above
-                    await asyncio.sleep(0.01)
-                pid = run._processes[0].pid
-                assert pid is not None
-                os.kill(pid, signal.SIGSTOP)
-                running.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await running
-                return run
+        async with waiting_for_second_tokens(2) as (run, running):
+            signal_process(run, 0, signal.SIGSTOP)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            return run
 
     assert [o.call.number for o in asyncio.run(main()).outcomes] == [1]
     assert (
@@ -230,9 +239,7 @@ def test_dead_process_raises_worker_error() -> None:
             async with open_load(target, calls_to(target, 4), LoadOptions(clients=4), 2) as run:
                 assert isinstance(run, ClientPool)
                 await run.prepare(4)
-                pid = run._processes[1].pid
-                assert pid is not None
-                asyncio.get_running_loop().call_later(1.0, os.kill, pid, signal.SIGKILL)
+                asyncio.get_running_loop().call_later(1.0, signal_process, run, 1, signal.SIGKILL)
                 await run.send_load()
 
     with pytest.raises(WorkerError, match=r"a process of the client ended with exit code -9; try --client processes=1"):
@@ -323,7 +330,7 @@ def test_ctrl_c_in_a_terminal_keeps_outcomes_of_every_process(tmp_path: Path) ->
                 start_new_session=True,
                 env=os.environ | {"PYTHONPATH": str(ROOT)},
             )
-            while sum(len(s.token_s) > WARM_UP_OUTPUT for s in server.server.sent) < 4 and ours.returncode is None:  # noqa: ASYNC110 -- see above
+            while sum(len(s.token_s) > WARM_UP_OUTPUT for s in server.server.sent) < 4 and ours.returncode is None:  # noqa: ASYNC110 - the server has no event for it
                 await asyncio.sleep(0.01)
             os.killpg(ours.pid, signal.SIGINT)
             return await ours.wait()
@@ -391,7 +398,7 @@ def test_client_process_sends_its_share_and_returns_outcomes(order: str) -> None
             assert await asyncio.to_thread(ours.recv) == (READY, None)
             ours.send(STOP if order == "stop before" else time.perf_counter())
             if order == "stop during":
-                while not any(sent.token_s for sent in server.server.sent):  # noqa: ASYNC110 -- see above
+                while not any(sent.token_s for sent in server.server.sent):  # noqa: ASYNC110 - the server has no event for it
                     await asyncio.sleep(0.01)
                 ours.send(STOP)
             while (message := await asyncio.to_thread(ours.recv))[0] != DONE:

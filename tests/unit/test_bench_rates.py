@@ -57,7 +57,7 @@ def exchanges(*times: tuple[str, float, int]) -> BenchRecord:
         "exchange",
         *(
             result(
-                v, us, OperatorCost(received_bytes=400_000 * b, wire_bytes=500_000 * b, barriers=2), requests=b, ranks=4
+                v, us, OperatorCost(received_bytes=400_000 * b, comm_bytes=500_000 * b, barriers=2), requests=b, ranks=4
             )
             for v, us, b in times
         ),
@@ -188,7 +188,7 @@ class TestTable:
 
     def test_limit_that_could_not_be_measured_is_listed_with_reason(self):
         bench = record(
-            "exchange", limits=[], without=["peer: the GPUs of this machine cannot read each other's memory."]
+            "exchange", limits=[], unmeasured=["peer: the GPUs of this machine cannot read each other's memory."]
         )
         assert format_limits(bench) == ["Not measured: peer: the GPUs of this machine cannot read each other's memory."]
 
@@ -235,7 +235,12 @@ class TestPictures:
         seen = []
         monkeypatch.setattr(pictures, "save_figure", lambda figure, *_: seen.append(figure))
         write_picture(bench, tmp_path / "x.png")
-        words = [text.get_text() for ax in seen[0].axes for text in ax.texts]
+        (ax,) = seen[0].axes
+        assert (ax.get_xlabel(), ax.get_ylabel()) == (
+            "operations per byte of memory traffic (log scale)",
+            "TFLOP/s (log scale)",
+        )
+        words = [text.get_text() for text in ax.texts]
         assert "read 4 TB/s" in words
         assert f"product {expected} TFLOP/s" in words
 

@@ -70,12 +70,15 @@ def test_cut_off_request_meets_no_objective() -> None:
     """20 of 40 requests finished within the objective, and 20 were cut off: the share has the uncertainty of a coin."""
     record = msgspec.structs.replace(RECORD, serve=msgspec.structs.replace(RECORD.serve, slo_ms={"ttft": 1e9}))
     requests = Requests([t for pair in zip(make_finished(20), make_cut_off(20), strict=True) for t in pair], [])
-    found = estimate_error(get_metric("goodput_s"), "objectives", record, requests, 1)
+    found = estimate_error(get_metric("request_goodput"), "objectives", record, requests, 1)
     expected = resampling.estimate_error(np.array([1.0, 0.0] * 20), resampling.compute_mean, 1, requests=True)
     assert found is not None
     assert expected is not None
     assert found.variance == expected.variance > 0
-    assert estimate_error(get_metric("goodput_s"), "objectives", record, Requests(make_finished(), []), 1).variance == 0
+    assert (
+        estimate_error(get_metric("request_goodput"), "objectives", record, Requests(make_finished(), []), 1).variance
+        == 0
+    )
 
 
 def make_rows() -> list[Row]:

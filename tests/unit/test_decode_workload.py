@@ -296,7 +296,7 @@ class TestRouting:
         built = make_session(DRAFTING)
         found = collect_chosen(monkeypatch, DRAFTING, built)
         shape = built.engine.model.shape
-        assert len(found) == shape.layers - shape.first_dense
+        assert len(found) == shape.layers - shape.first_k_dense_replace
         assert {len(ids) for ids in found} == {4 * 3}
         rates = Rates(read_bytes_s=1e6, copy_bytes_s=1e6, matmul_flop_s=1e9)
         assert decode.compute_step_floor(built, DRAFTING, 4 * 3, found, rates).experts == "routed"

@@ -296,10 +296,16 @@ class TestDraftLayer:
 
         embedded = norm(weights.embed[batch.next_tokens], draft.embedding_norm)
         joined = torch.cat((embedded, norm(hidden, draft.hidden_norm)), dim=-1) @ draft.join.T
-        alone = build.engine(shape=dataclasses.replace(build.TINY, layers=1, first_dense=0), query_length=2)
+        alone = build.engine(shape=dataclasses.replace(build.TINY, layers=1, first_k_dense_replace=0), query_length=2)
         _, other = self.plan_verification(alone)
         alone.model.weights = dataclasses.replace(
-            weights, final_norm=draft.final_norm, dense=[], moe=[draft.layer], first_dense=0, layers=1, draft=None
+            weights,
+            final_norm=draft.final_norm,
+            dense=[],
+            moe=[draft.layer],
+            first_k_dense_replace=0,
+            layers=1,
+            draft=None,
         )
         alone.model.kv.data.copy_(stored)
         alone.model.embed_tokens = lambda _: joined.clone()

@@ -73,7 +73,7 @@ class TestShares:
         shape = load_shape(model)
         choices = load_choices(f"zipf:{exponent:g}", shape)
         wanted = np.sort(compute_zipf_shares(shape.experts, shape.top_k, exponent))
-        assert choices.shares_LE.shape == (shape.layers - shape.first_dense, shape.experts)
+        assert choices.shares_LE.shape == (shape.layers - shape.first_k_dense_replace, shape.experts)
         assert np.abs(np.sort(choices.shares_LE, axis=1) - wanted).max() < 1.5 / ZIPF_CHOICES
         assert len({int(layer.argmax()) for layer in choices.shares_LE}) > 10
 
@@ -157,7 +157,7 @@ class TestEstimates:
             sharding = Sharding(shape=V3, layout=Layout(4, 4), itemsize=2, ep=4, routing=routing)
             return estimate.compute_waiting_us(sharding, 32, {"read": 4.8e12})
 
-        expert_us = 58 * 3 * V3.hidden * V3.moe_inter * 2 / 4.8e12 * 1e6
+        expert_us = 58 * 3 * V3.hidden * V3.moe_intermediate_size * 2 / 4.8e12 * 1e6
         choices = load_choices("zipf:1", V3)
         more = choices.estimate_busiest(32, 4) - choices.estimate_hit(32) / 4
         assert estimate_us("zipf:1") == pytest.approx(more * expert_us)

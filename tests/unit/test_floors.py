@@ -40,9 +40,9 @@ SHAPE = ModelShape(
     experts=4,
     top_k=2,
     shared_experts=1,
-    moe_inter=4,
-    dense_inter=8,
-    first_dense=1,
+    moe_intermediate_size=4,
+    intermediate_size=8,
+    first_k_dense_replace=1,
     vocab=16,
     routing="softmax",
     n_group=1,
@@ -274,7 +274,7 @@ def test_bytes_of_weights_equal_the_memory_plan(name: str, precision: str):
 
     vectors = shape.layers * memory.count_attention_vectors(shape, layout, OWN_HEADS)
     if shape.expert_bias:
-        vectors += layers.moe * shape.experts // 2 * (2 * shape.moe_inter + shape.hidden)
+        vectors += layers.moe * shape.experts // 2 * (2 * shape.moe_intermediate_size + shape.hidden)
     if not shape.tie_word_embeddings:
         vectors += memory.compute_vocab_rows(shape, layout) * shape.hidden
     if shape.indexer:

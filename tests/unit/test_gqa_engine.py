@@ -33,8 +33,8 @@ DENSE = ModelShape(
     hidden=32,
     layers=2,
     heads=8,
-    dense_inter=64,
-    first_dense=2,
+    intermediate_size=64,
+    first_k_dense_replace=2,
     vocab=101,
     gqa=Gqa(kv_heads=2, qk_norm=True),
     latent=0,
@@ -44,7 +44,9 @@ DENSE = ModelShape(
     rope_interleaved=False,
     max_position=4096,
 )
-SPARSE = dataclasses.replace(DENSE, first_dense=0, experts=8, top_k=2, moe_inter=16, tie_word_embeddings=True)
+SPARSE = dataclasses.replace(
+    DENSE, first_k_dense_replace=0, experts=8, top_k=2, moe_intermediate_size=16, tie_word_embeddings=True
+)
 
 
 def load_rank_weights(shape, layout, rank=0, wide=QueryReplication(), *, fp8=False):  # noqa: B008 - frozen
@@ -132,7 +134,7 @@ CHUNKS = [(8, 24), (0, 9), (0, 1), (56, 57), (16, 40)]
 @pytest.mark.sample(5)
 def test_chunks_attend_to_prefixes_and_their_own_rows(kv_heads, window, kv_dtype):
     """Attention runs in one call and in windows, merged by their log-sum-exp; stored rows are read as they are stored."""
-    shape = dataclasses.replace(DENSE, gqa=Gqa(kv_heads=kv_heads), layers=1, first_dense=1)
+    shape = dataclasses.replace(DENSE, gqa=Gqa(kv_heads=kv_heads), layers=1, first_k_dense_replace=1)
     layout = Layout(1)
     width = shape.compute_kv_width(1)
     kv = KvPool(1, len(CHUNKS) * TABLE // PAGE, PAGE, width, kv_dtype, CPU)

@@ -233,7 +233,7 @@ def test_model_folder_has_the_changed_sizes_and_a_word_for_each_id(tmp_path: Pat
     tokenizers = pytest.importorskip("tokenizers")
     assert run("model", tmp_path, "--fp8", "--set", "vocab_size=512", "--set", "num_hidden_layers=3") == 0
     shape = load_shape(str(tmp_path))
-    assert (shape.vocab, shape.layers, shape.first_dense, shape.published.name) == (512, 3, 1, "fp8")
+    assert (shape.vocab, shape.layers, shape.first_k_dense_replace, shape.published.name) == (512, 3, 1, "fp8")
     words = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert words.get_vocab_size() == 512
     assert words.encode("t511 t0 t17").ids == [511, 0, 17]

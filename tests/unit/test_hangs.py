@@ -271,7 +271,7 @@ def test_ranks_blocked_in_the_kernel_are_blamed(held: list[int], tmp_path: Path)
     for rank in range(2):
         job.run_collective(rank, "all_reduce", "moe", 0, hangs=True)
     seen = [
-        ProcessState(rank=r, pid=9, state="D" if r in held else "S", held=r in held, held_in="io_schedule")
+        ProcessState(rank=r, pid=9, state="D" if r in held else "S", uninterruptible=r in held, wchan="io_schedule")
         for r in (0, 1)
     ]
     (tmp_path / "ranks.json").write_bytes(msgspec.json.encode(seen))
@@ -287,7 +287,7 @@ def test_ranks_blocked_in_the_kernel_are_blamed(held: list[int], tmp_path: Path)
 def test_rank_behind_and_blocked_in_the_kernel_is_reported_as_behind(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     job.run_collective(0, "all_reduce", "moe", 0, hangs=True)
-    seen = [ProcessState(rank=1, pid=9, state="D", held=True)]
+    seen = [ProcessState(rank=1, pid=9, state="D", uninterruptible=True)]
     (tmp_path / "ranks.json").write_bytes(msgspec.json.encode(seen))
     found = job.found()
     assert (found.kind, found.ranks) == ("behind", [1])

@@ -15,6 +15,7 @@ import pytest
 
 import dcpbench
 from dcpbench import cli, errors
+from tools.mutation import EQUIVALENTS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dcpbench"
@@ -176,6 +177,18 @@ class TestSources:
             or re.search(r"exit_code = \d", line)
         ]
         assert wrong == ["errors.py: WRONG = 1", "errors.py: INTERRUPTED = 130"]
+
+    def test_equivalent_mutants_change_existing_lines(self) -> None:
+        """Delete an entry of tools/mutation_equivalents.txt if its line has changed."""
+        entries = [line for line in EQUIVALENTS.read_text().splitlines() if not line.startswith("#")]
+        assert len(entries) > 20
+        stale = []
+        for entry in entries:
+            path, _, change = entry.partition(": ")
+            lines = (ROOT / path).read_text().splitlines() if (ROOT / path).is_file() else []
+            if change.partition(" => ")[0] not in map(str.strip, lines):
+                stale.append(entry)
+        assert not stale
 
 
 class TestDocuments:

@@ -187,10 +187,10 @@ class TestValues:
         text = line(VLLM, start_times=[1.0] * 3, **at_once)
         assert "took no time" in import_error(tmp_path, text)
 
-    def test_gaps_that_give_an_infinite_rate_are_refused(self, tmp_path: Path) -> None:
+    def test_tpot_that_gives_an_infinite_rate_are_refused(self, tmp_path: Path) -> None:
         result = files.without_details(VLLM)
         assert "tok_s_per_user would be inf" in import_error(
-            tmp_path, line(result, median_itl_ms=5e-324, mean_itl_ms=5e-324)
+            tmp_path, line(result, median_tpot_ms=5e-324, mean_tpot_ms=5e-324)
         )
 
     @pytest.mark.parametrize("name", ["label", "mean_ttft_ms", "max_num_seqs"])

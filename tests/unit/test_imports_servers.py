@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 
 from dcpbench.errors import RecordsError, UsageError
@@ -251,7 +250,7 @@ class TestTags:
 
 
 class TestChunks:
-    """Stream chunks with several tokens: tok/s per user is computed from TPOT."""
+    """Stream chunks with several tokens, of which ITL is the gap between chunks."""
 
     def test_inferencex_row_with_stream_interval_10_uses_tpot(self, tmp_path: Path) -> None:
         """The row's own median_intvty is 1000 / 13.1 ms = 76.3; gaps of chunks would give 7.9."""
@@ -260,7 +259,6 @@ class TestChunks:
         record, found = one(tmp_path, "inferencex", files.inferencex(**times))
         assert record.warnings == ["summary_only", "chunk_gaps"]
         assert found.tok_s_per_user == pytest.approx(76.33587786)
-        assert found.tok_s_per_user_from == "tpot"
         assert record.detail["tokens_per_chunk"] == "9.62"
 
     def test_vllm_summary_without_speculative_fields_uses_tpot(self, tmp_path: Path) -> None:
@@ -291,15 +289,13 @@ class TestChunks:
         result = getattr(files, engine)()
         record, found = one(tmp_path, engine, files.without_details(result))
         assert "chunk_gaps" not in record.warnings
-        assert found.tok_s_per_user_from is msgspec.UNSET
-        assert "tok_s_per_user_from" not in (tmp_path / "run" / "records.jsonl").read_text()
+        assert found.tpot_ms.p50 is not None
+        assert found.tok_s_per_user == pytest.approx(1000 / found.tpot_ms.p50)
 
-    def test_report_explains_the_mark(self, tmp_path: Path) -> None:
-        row = files.inferencex(mean_tpot=0.01, median_tpot=0.01, mean_itl=0.1, median_itl=0.1, p99_tpot=0.1)
-        one(tmp_path, "inferencex", row)
+    def test_report_defines_the_speed_of_a_user_by_tpot(self, tmp_path: Path) -> None:
+        one(tmp_path, "inferencex", files.inferencex())
         text = str(sections.build_sections(dataframes.load_frames([tmp_path / "run"]), []))
-        assert "tok/s/user is 1000 / median TPOT" in text
-        assert "1000 / median ITL in ms; 1000 / median TPOT in ms for points marked chunk_gaps" in text
+        assert "1000 / median TPOT in ms" in text
 
     @pytest.mark.parametrize(("pp", "named"), [(1, False), (2, True)])
     def test_report_defines_the_gpus_of_imports(self, pp: int, named: bool, tmp_path: Path) -> None:

@@ -174,9 +174,12 @@ class TestModels:
     @pytest.mark.parametrize(
         ("changed", "message"),
         [
-            ({"dense_inter": 18434}, "a dense width of 18434, which does not divide over --tp 4; --tp can be 1, 2."),
             (
-                {"moe_inter": 2050, "shared_experts": 3},
+                {"intermediate_size": 18434},
+                "a dense width of 18434, which does not divide over --tp 4; --tp can be 1, 2.",
+            ),
+            (
+                {"moe_intermediate_size": 2050, "shared_experts": 3},
                 "a shared expert width of 6150, which does not divide over --tp 4; --tp can be 1, 2.",
             ),
         ],
@@ -197,7 +200,7 @@ class TestModels:
         ("changed", "layout", "ep", "message"),
         [
             (
-                {"moe_inter": 2050, "shared_experts": 2},
+                {"moe_intermediate_size": 2050, "shared_experts": 2},
                 Layout(4),
                 "1",
                 "experts with a width of 2050, which does not divide over --tp 4; --tp can be 1, 2, or add --ep tp.",

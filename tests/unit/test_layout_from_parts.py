@@ -52,8 +52,8 @@ def make_step(
         dataclasses.replace(
             shorten_shape(V3, layers),
             heads=V3.heads // divide,
-            moe_inter=V3.moe_inter // divide,
-            dense_inter=V3.dense_inter // divide,
+            moe_intermediate_size=V3.moe_intermediate_size // divide,
+            intermediate_size=V3.intermediate_size // divide,
             vocab=V3.vocab // divide,
         )
     )
@@ -120,10 +120,15 @@ def test_rank_of_a_divided_folder_has_the_sizes_of_a_rank_of_tp8(divide: int, tp
         == 0
     )
     shape = load_shape(str(tmp_path))
-    assert [n // tp for n in (shape.heads, shape.moe_inter, shape.dense_inter, shape.vocab)] == [16, 256, 2304, 16160]
+    assert [n // tp for n in (shape.heads, shape.moe_intermediate_size, shape.intermediate_size, shape.vocab)] == [
+        16,
+        256,
+        2304,
+        16160,
+    ]
     whole = ("hidden", "q_lora", "latent", "experts", "top_k", "shared_experts", "n_group", "topk_group", "published")
     assert {name: getattr(shape, name) for name in whole} == {name: getattr(V3, name) for name in whole}
-    assert (shape.layers, shape.first_dense) == (8, 3)
+    assert (shape.layers, shape.first_k_dense_replace) == (8, 3)
     words = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
     assert len(words) == shape.vocab
 

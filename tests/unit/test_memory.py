@@ -44,7 +44,12 @@ BF16 = 2
 def test_number_of_weights_equals_that_of_the_model_card(model: str, billions: float) -> None:
     """In fp32 every element, also of the router, takes 4 B."""
     shape = SHAPES[model]
-    elements = memory.compute_weight_bytes(shape, Layout(1), 4, shape.first_dense, shape.layers - shape.first_dense) / 4
+    elements = (
+        memory.compute_weight_bytes(
+            shape, Layout(1), 4, shape.first_k_dense_replace, shape.layers - shape.first_k_dense_replace
+        )
+        / 4
+    )
     assert round(elements / 1e9, 1) == billions
 
 
@@ -81,7 +86,7 @@ def test_replicating_the_q_projection_of_v3_at_dcp8_costs_4_6_gib() -> None:
     assert query - own == 112 * (1536 * 192 + 128 * 512) * BF16
     assert value - own == 112 * 512 * 128 * BF16
     assert round(61 * (query - own) / memory.GIB, 1) == 4.6
-    dense, moe = V3.first_dense, V3.layers - V3.first_dense
+    dense, moe = V3.first_k_dense_replace, V3.layers - V3.first_k_dense_replace
     whole = [
         memory.compute_weight_bytes(V3, Layout(8, dcp=8), BF16, dense, moe, w)
         for w in (OWN_HEADS, QueryReplication(query=True))
@@ -235,7 +240,9 @@ def plan_pool(layout: Layout, kv_pages: int, total: int, model: str = "deepseek-
 def test_model_without_dense_layers_holds_none() -> None:
     """Other models hold at least one dense layer."""
     assert memory.compute_min_layers(V3, Layout(8), BF16, 60 << 20)[0] == 1
-    assert memory.compute_min_layers(dataclasses.replace(V3, first_dense=0), Layout(8), BF16, 60 << 20)[0] == 0
+    assert (
+        memory.compute_min_layers(dataclasses.replace(V3, first_k_dense_replace=0), Layout(8), BF16, 60 << 20)[0] == 0
+    )
 
 
 def test_every_layer_is_held_if_the_model_fits() -> None:

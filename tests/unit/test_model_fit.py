@@ -95,7 +95,7 @@ class TestRecommend:
         code, (first, *_) = run(capsys, command)
         assert code == 0
         assert first.startswith(
-            f"4 × H200 ({NO_FIT}: 47–51 of 61 layers held and reused): at 8 × 4,000 tokens, take tp4"
+            f"4 × H200 ({NO_FIT}: 47–51 of 61 layers held and reused): at 8 requests × 4,000 tokens, take tp4"
         )
 
     def test_layouts_with_held_layers_are_named_if_others_fit(self) -> None:

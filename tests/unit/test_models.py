@@ -36,9 +36,9 @@ FIELDS = {
     "n_routed_experts": "experts",
     "num_experts_per_tok": "top_k",
     "n_shared_experts": "shared_experts",
-    "moe_intermediate_size": "moe_inter",
-    "intermediate_size": "dense_inter",
-    "first_k_dense_replace": "first_dense",
+    "moe_intermediate_size": "moe_intermediate_size",
+    "intermediate_size": "intermediate_size",
+    "first_k_dense_replace": "first_k_dense_replace",
     "vocab_size": "vocab",
     "n_group": "n_group",
     "topk_group": "topk_group",
@@ -89,7 +89,7 @@ GQA_FIELDS = {
     "glm4_moe": {
         "n_routed_experts": "experts",
         "n_shared_experts": "shared_experts",
-        "first_k_dense_replace": "first_dense",
+        "first_k_dense_replace": "first_k_dense_replace",
         "n_group": "n_group",
         "topk_group": "topk_group",
         "num_nextn_predict_layers": "mtp_layers",
@@ -112,13 +112,13 @@ def make_gqa_config(family: Family, shape: ModelShape, gqa: Gqa) -> dict[str, An
     if gqa.qk_norm_over_heads:
         fields |= {
             "rotary_dim": shape.qk_rope_head_dim,
-            "intermediate_size": shape.moe_inter,
+            "intermediate_size": shape.moe_intermediate_size,
             "use_qk_norm": gqa.qk_norm,
         }
         left_out = ["gate", "e_score_correction_bias", "lm_head"]
         fields |= {"quantization_config": FP8_BLOCKS | {"fmt": "float8_e4m3fn", "modules_to_not_convert": left_out}}
     elif shape.experts and not gqa.window_layers:
-        fields |= {"moe_intermediate_size": shape.moe_inter, "norm_topk_prob": shape.normalise}
+        fields |= {"moe_intermediate_size": shape.moe_intermediate_size, "norm_topk_prob": shape.normalise}
     if shape.qk_nope_head_dim and not gqa.qk_norm_over_heads:
         fields |= {"partial_rotary_factor": shape.qk_rope_head_dim / shape.qk_head_dim, "use_qk_norm": gqa.qk_norm}
     if gqa.window_layers:

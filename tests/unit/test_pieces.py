@@ -31,10 +31,10 @@ GROUPED = {  # fields of grouped-query attention
 MODELS = {
     "q_low_rank": shape_like_tiny(),
     "q_whole": shape_like_tiny(q_lora=None),
-    "dense_only": shape_like_tiny(layers=2, first_dense=2),
-    "one_layer": shape_like_tiny(layers=1, first_dense=0),
+    "dense_only": shape_like_tiny(layers=2, first_k_dense_replace=2),
+    "one_layer": shape_like_tiny(layers=1, first_k_dense_replace=0),
     "grouped": shape_like_tiny(**GROUPED),
-    "grouped_dense_only": shape_like_tiny(layers=2, first_dense=2, tie_word_embeddings=True, **GROUPED),
+    "grouped_dense_only": shape_like_tiny(layers=2, first_k_dense_replace=2, tie_word_embeddings=True, **GROUPED),
 }
 BIG = shape_like_tiny(
     hidden=512,
@@ -42,7 +42,7 @@ BIG = shape_like_tiny(
     q_lora=256,
     experts=16,
     top_k=4,
-    moe_inter=256,
+    moe_intermediate_size=256,
     latent=512,
     qk_rope_head_dim=64,
     qk_nope_head_dim=128,
@@ -50,7 +50,12 @@ BIG = shape_like_tiny(
 )
 
 BIG_GROUPED = shape_like_tiny(
-    hidden=512, heads=16, experts=16, top_k=4, moe_inter=256, **GROUPED | {"qk_rope_head_dim": 128, "v_head_dim": 128}
+    hidden=512,
+    heads=16,
+    experts=16,
+    top_k=4,
+    moe_intermediate_size=256,
+    **GROUPED | {"qk_rope_head_dim": 128, "v_head_dim": 128},
 )
 
 

@@ -71,7 +71,7 @@ class TestLayers:
     def test_first_stage_has_dense_layers_and_embedding_and_last_the_head(self):
         """V3 has 3 dense layers of 61."""
         stages = make_stages(V3, 3)
-        assert [(s.layers, s.first_dense) for s in stages] == [(20, 3), (21, 0), (20, 0)]
+        assert [(s.layers, s.first_k_dense_replace) for s in stages] == [(20, 3), (21, 0), (20, 0)]
         assert [(s.has_embedding, s.has_head) for s in stages] == [(True, False), (False, False), (False, True)]
 
     def test_indexers_and_windows_are_divided_over_stages(self):
@@ -121,7 +121,7 @@ class TestMemory:
         probe = make_planned_probe("H200", 8)
         four, eight = make_point(tp=4), make_point(tp=4, pcp=2)
         found = [budget.measure_whole_model(p, Settings(), V3, probe) for p in (four, eight)]
-        experts = 58 * 256 * memory._compute_mlp_bytes(V3, V3.moe_inter, 4, 2, FORMATS[FP8], "experts")
+        experts = 58 * 256 * memory._compute_mlp_bytes(V3, V3.moe_intermediate_size, 4, 2, FORMATS[FP8], "experts")
         assert found[0].weight_bytes - found[1].weight_bytes == pytest.approx(experts / 2, rel=0.02)
         assert budget.compute_page_bytes(four, V3) == budget.compute_page_bytes(eight, V3)
 

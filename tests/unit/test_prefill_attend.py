@@ -18,7 +18,7 @@ from dcpbench.serving.requests import Chunk
 from tests.unit.engine_builder import alone, layers, shape_like_tiny
 
 SHAPE = shape_like_tiny(
-    qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, latent=512, heads=4, layers=1, first_dense=1
+    qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, latent=512, heads=4, layers=1, first_k_dense_replace=1
 )
 """Widths of the published models, with few heads."""
 ONE = Layout(1)

@@ -17,7 +17,7 @@ from dcpbench.serving.requests import Chunk
 from dcpbench.syncs.dry_run import DryRun, dry_run
 from tests.unit.engine_builder import alone, layers, shape_like_tiny
 
-SHAPE = shape_like_tiny(layers=2, first_dense=2)  # without experts, as their reference in fp32 synchronises
+SHAPE = shape_like_tiny(layers=2, first_k_dense_replace=2)  # without experts, as their reference in fp32 synchronises
 ONE = Layout(1)
 CHUNKS = [Chunk(None, 1, 8, 20, samples=True), Chunk(None, 2, 0, 3, samples=True), Chunk(None, 3, 4, 6, samples=True)]
 """12 tokens after 8 stored ones, a prompt of 3 tokens, and 2 tokens after 4."""

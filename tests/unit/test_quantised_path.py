@@ -33,8 +33,8 @@ WHOLE = dataclasses.replace(  # widths that are multiples of 128, as kernels ove
     qk_rope_head_dim=16,
     v_head_dim=32,
     latent=128,
-    dense_inter=256,
-    moe_inter=128,
+    intermediate_size=256,
+    moe_intermediate_size=128,
 )
 ROWS = 3
 
@@ -96,11 +96,11 @@ def test_kernels_that_quantise_their_output_give_the_same_results(
     here = choose_gpu_kernels.count("here")
     monkeypatch.undo()
     wanted = run_pieces(shape)
-    exact = 3 * (shape.first_dense + 1)
+    exact = 3 * (shape.first_k_dense_replace + 1)
     for number, (x, y) in enumerate(zip(found, wanted, strict=True)):
         error = float((x - y).double().norm() / y.double().norm())
         assert error < (1e-5 if number < exact else 0.05), number
     assert here == shape.layers
-    dense, routed = shape.first_dense, shape.layers - shape.first_dense
+    dense, routed = shape.first_k_dense_replace, shape.layers - shape.first_k_dense_replace
     latents = shape.layers * (2 if q_lora else 1)
     assert choose_gpu_kernels.count("before") == latents + 2 * dense + 2 * shared * routed

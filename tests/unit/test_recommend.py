@@ -264,7 +264,7 @@ def test_attention_dp_is_forecast_with_both_expert_placements(
     )
     assert advise._list_placements(query, Layout(4, 4)) == ["1", "tp"]
     assert advise._list_placements(query, Layout(4)) == ["1"]
-    odd = dataclasses.replace(load_shape("deepseek-v3"), moe_inter=2056, shared_experts=2)
+    odd = dataclasses.replace(load_shape("deepseek-v3"), moe_intermediate_size=2056, shared_experts=2)
     monkeypatch.setattr(advise, "load_shape", lambda _: odd)
     assert advise._list_placements(query, Layout(16, 16)) == ["tp"], "2,056 / 16 leaves 8"
     assert Layout(16, 16) in advise._list_valid_layouts(query, 16)
@@ -575,6 +575,7 @@ def test_nearest_layout_is_the_fastest_measured_one() -> None:
     )
     load = advise.Choice(
         requests="32",
+        unit="requests",
         lengths="4,000 tokens",
         concurrency=32,
         forecasts=[best],
@@ -713,16 +714,16 @@ def test_progress_is_reported_on_stderr(capsys: pytest.CaptureFixture[str], monk
         estimate.load_published_steps(),
         messages.append,
     )
-    assert messages[0] == "8 × 4,000 tokens: tp4"
-    assert [text.partition(" tokens")[0] for text in messages if " tokens: " in text] == ["8 × 4,000"] * 9 + [
-        "32 × 4,000"
+    assert messages[0] == "8 requests × 4,000 tokens: tp4"
+    assert [text.partition(" tokens")[0] for text in messages if " tokens: " in text] == ["8 requests × 4,000"] * 9 + [
+        "32 requests × 4,000"
     ] * 9
     hours = itertools.count(step=3600)
     monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: next(hours)))
     options = "--machine H200 --gpus 4 --weights-dtype bf16 --cycled --context 4000"
     _, out, err = run(capsys, *options.split())
-    assert "32 × 4,000 tokens: tp4" in err
-    assert "32 × 4,000 tokens: tp4" not in out
+    assert "32 requests × 4,000 tokens: tp4" in err
+    assert "32 requests × 4,000 tokens: tp4" not in out
     _, _, err = run(capsys, "--score", str(DECODED))
     assert "load 18 of 18, kimi-k2" in err
 
@@ -1161,7 +1162,9 @@ def test_answer_warns_that_lock_step_favours_attention_dp(dp: int, output_tokens
     query = dataclasses.replace(make_query("H200"), loads=((8, 1020, load(requests=100, output_tokens=output_tokens)),))
     best = forecast(100)
     best = dataclasses.replace(best, point=msgspec.structs.replace(best.point, dp=dp))
-    choice = advise.Choice(requests="8", lengths="1,020", concurrency=8, forecasts=[best], misses={}, refused={})
+    choice = advise.Choice(
+        requests="8", unit="clients", lengths="1,020", concurrency=8, forecasts=[best], misses={}, refused={}
+    )
     text = answer_formats.format_answer(query, [choice])
     assert text.endswith("which favours attention DP: ask again with --output-tokens uniform:18-22.") == warns
     assert ("in lock-step" in text) == warns
@@ -1247,7 +1250,7 @@ def test_correction_is_named_with_its_factor() -> None:
         for t in answer_formats.list_unknowns(make_query("H200"), [corrected], estimate.load_published_steps())
         if "corrected" in t
     ]
-    assert "(0.500× at 8 × 4,000)" in text
+    assert "(0.500× at 8 requests × 4,000)" in text
 
 
 def test_columns_of_numbers_name_their_units() -> None:
@@ -1263,7 +1266,29 @@ def choice(*tok_s: float, slo: bool = True) -> advise.Choice:
     """Return a load under which layouts of 2, 4, … GPUs have these rates."""
     forecasts = [forecast(rate, tp=2 * (n + 1)) for n, rate in enumerate(tok_s)]
     misses = {} if slo else {f.label: ["ITL p99 90 ms"] for f in forecasts}
-    return advise.Choice(requests="8", lengths="4,000", concurrency=8, forecasts=forecasts, misses=misses, refused={})
+    return advise.Choice(
+        requests="8", unit="requests", lengths="4,000", concurrency=8, forecasts=forecasts, misses=misses, refused={}
+    )
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "load_of", "name"),
+    [
+        (32, load(), "32 clients × 1,000 → 20 tokens"),
+        (1, load(), "1 client × 1,000 → 20 tokens"),
+        (32, load(arrival="gamma", request_rate=0.5), "0.5 req/s × 1,000 → 20 tokens"),
+        (32, None, "32 requests × 4,000 tokens"),
+    ],
+)
+def test_name_of_a_load_has_the_unit_of_its_number(concurrency: int, load_of: PointLoad | None, name: str) -> None:
+    """A closed loop has clients, an open loop a rate, and a decode step requests."""
+    assert advise._format_load_name(concurrency, 4000, load_of) == name
+
+
+def test_loads_with_one_answer_are_a_range_with_one_unit() -> None:
+    """The unit stands behind the last number."""
+    loads = [dataclasses.replace(choice(320, 200), requests=n, unit="clients") for n in ("8", "32")]
+    assert answer_formats.format_answer(make_query("H200"), loads).startswith("4 × H200: at 8 to 32 clients × 4,000, ")
 
 
 @pytest.mark.parametrize(
@@ -1282,7 +1307,9 @@ def choice(*tok_s: float, slo: bool = True) -> advise.Choice:
     ids=["one", "two", "three", "four", "missed", "five missed"],
 )
 def test_level_layouts_are_named_together(choice: advise.Choice, answer: str) -> None:
-    assert answer_formats.format_answer(make_query("H200"), [choice]).startswith(f"4 × H200: at 8 × 4,000, {answer} (")
+    assert answer_formats.format_answer(make_query("H200"), [choice]).startswith(
+        f"4 × H200: at 8 requests × 4,000, {answer} ("
+    )
 
 
 def format_rows(query: advise.Query, choice: advise.Choice) -> list[dict[str, str]]:
@@ -1327,12 +1354,12 @@ def capacity(requests: int) -> Capacity:
         (
             (9, 15, 99),
             ["→ tp4", "= tp2", "tp6"],
-            "take tp4, which is level with tp2 in output and has more KV capacity",
+            "take tp4, which is level with tp2 in output tok/s and has more KV capacity",
         ),
         (
             (15, 9, 99),
             ["→ tp2", "= tp4", "tp6"],
-            "take tp2, which is level with tp4 in output and has more KV capacity",
+            "take tp2, which is level with tp4 in output tok/s and has more KV capacity",
         ),
         ((16, 99, 99), ["→ tp2", "→ tp4", "tp6"], "tp2 or tp4, between which only a measurement decides"),
         ((100, 103, 1), ["→ tp2", "→ tp4", "tp6"], "tp2 or tp4, between which only a measurement decides"),
@@ -1345,7 +1372,9 @@ def test_kv_headroom_breaks_ties(held: tuple[int, ...], order: list[str], answer
     capacities = {f.label: capacity(n) for f, n in zip(found.forecasts, held, strict=True)}
     found = dataclasses.replace(found, capacities=capacities)
     assert [row["layout"] for row in format_rows(make_query("H200"), found)] == order
-    assert answer_formats.format_answer(make_query("H200"), [found]).startswith(f"4 × H200: at 8 × 4,000, {answer} (")
+    assert answer_formats.format_answer(make_query("H200"), [found]).startswith(
+        f"4 × H200: at 8 requests × 4,000, {answer} ("
+    )
     assert found.decided == ("take" in answer)
     command = answer_formats.format_details(make_query("H200"), found)[-1]
     assert command.startswith("To decide, run on 2 × H200: dcpbench ab --both ") != found.decided
@@ -1482,7 +1511,7 @@ def test_met_objectives_are_named_with_their_percentile() -> None:
     best = dataclasses.replace(forecast(1000.0), itl_ms=itl, ttft_ms=ttft)
     query = dataclasses.replace(make_query("H200"), slo={"ttft": 2000.0, "itl": 30.0}, loads=((32, 4000, None),))
     choice = advise.Choice(
-        requests="32", lengths="4,000 tokens", concurrency=32, forecasts=[best], misses={}, refused={}
+        requests="32", unit="requests", lengths="4,000 tokens", concurrency=32, forecasts=[best], misses={}, refused={}
     )
     (row,) = answer_table.list_rows(choice)
     assert format_rows(query, choice)[0]["SLO"] == "meets TTFT p50 900 ms and ITL p90 25 ms"

@@ -84,7 +84,7 @@ def test_incomplete_line_before_a_complete_one_is_removed(tmp_path: Path) -> Non
     """A program may append after a crash without checking the end of the file."""
     one, two, three = make_lines(tmp_path)
     write_lines(tmp_path, one[: len(one) // 2] + two, bytes(40) + three)
-    assert [fault.held for fault in audit_file(tmp_path).faults] == [1, 1]
+    assert [fault.whole_records for fault in audit_file(tmp_path).faults] == [1, 1]
     repair_file(tmp_path)
     assert read_records(tmp_path) == RECORDS[1:]
 
@@ -135,7 +135,7 @@ def test_joined_records_without_checksum_are_separated(
     half = msgspec.json.encode(RECORDS[0])[: data.draw(st.integers(0, 300))]
     write_lines(folder, half + between + between.join(lines))
     (fault,) = audit_file(folder).faults
-    assert (fault.kind, fault.held) == (DAMAGED, 3)
+    assert (fault.kind, fault.whole_records) == (DAMAGED, 3)
     repair_file(folder)
     assert (folder / RECORDS_FILE).read_bytes().splitlines() == lines
 
@@ -166,7 +166,7 @@ def test_flipped_bits_cost_only_the_record_that_has_them(
 def test_search_for_records_in_a_damaged_line_is_limited(beginning: bytes, count: int, tmp_path: Path) -> None:
     """The line has a megabyte of possible beginnings of records, and trying all of them would take minutes."""
     found = audit_file(write_lines(tmp_path, make_lines(tmp_path)[0], beginning * count))
-    assert [(fault.line, fault.kind, fault.held) for fault in found.faults] == [(2, DAMAGED, 0)]
+    assert [(fault.line, fault.kind, fault.whole_records) for fault in found.faults] == [(2, DAMAGED, 0)]
 
 
 class TestOneWriter:

@@ -24,7 +24,6 @@ from dcpbench.reports import (
     render_terminal_table,
     report_markdown,
     sections,
-    style,
     tables,
     write_report,
 )
@@ -35,6 +34,8 @@ from tests.unit.unsaved_figures import leave_figures_unsaved
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from matplotlib.figure import Figure
 
     from dcpbench.records.record import Record
 
@@ -368,11 +369,22 @@ def test_importing_reports_does_not_import_heavy_libraries() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_logarithmic_axis_is_labelled(tmp_path: Path) -> None:
+def test_logarithmic_axes_of_all_figures_are_labelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads of 8 and 32 are drawn on a logarithmic scale."""
-    read = dataframes.load_frames([build.write(tmp_path / "run", small())])
-    figure = figures.draw_itl(read.points, style.Style.from_points(read.points), "title")
-    assert [ax.get_xlabel() for ax in figure.axes] == ["concurrency (requests in flight, log scale)"]
+    drawn: dict[str, Figure] = {}
+
+    def keep(figure: Figure, path: Path, *formats: str) -> list[Path]:
+        drawn[path.name] = figure
+        return [path.with_suffix(f".{form}") for form in formats]
+
+    monkeypatch.setattr(plots, "save_figure", keep)
+    plots.draw_all(dataframes.load_frames([build.write(tmp_path / "run", small())]), tmp_path)
+    labels = {
+        name: {ax.get_xlabel() for ax in figure.axes if ax.get_xscale() == "log"} for name, figure in drawn.items()
+    }
+    logarithmic = {name.partition("-")[0]: found for name, found in labels.items() if found}
+    assert logarithmic.keys() == {"overview", "throughput", "itl", "break"}
+    assert all(found == {"concurrency (requests in flight, log scale)"} for found in logarithmic.values())
 
 
 @pytest.fixture(scope="module")

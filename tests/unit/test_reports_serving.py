@@ -416,7 +416,7 @@ class TestFindings:
 
     def test_repeats_with_different_objectives_have_no_goodput(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), 9, slo_ms={"itl": 10.0 + i}) for i in range(2)))
-        assert read.served["goodput_s"].isna().all()
+        assert read.served["request_goodput"].isna().all()
 
     def test_point_stopped_early_is_marked_and_explained(self, tmp_path: Path) -> None:
         """After a stop at one second, the requests that waited longest are missing."""

@@ -19,8 +19,8 @@ from dcpbench.servers.engine_log import ROUTING_VARIABLE
 from dcpbench.servers.presets import PRESETS, make_environment
 
 SMALL = dataclasses.replace(
-    load_shape("deepseek-v3"), name="small", layers=4, first_dense=1, hidden=128, heads=2, q_lora=64, experts=32, top_k=4, n_group=4,
-    topk_group=2, moe_inter=32, dense_inter=64, vocab=101, latent=32, qk_nope_head_dim=16, v_head_dim=16, qk_rope_head_dim=16,
+    load_shape("deepseek-v3"), name="small", layers=4, first_k_dense_replace=1, hidden=128, heads=2, q_lora=64, experts=32, top_k=4, n_group=4,
+    topk_group=2, moe_intermediate_size=32, intermediate_size=64, vocab=101, latent=32, qk_nope_head_dim=16, v_head_dim=16, qk_rope_head_dim=16,
 )  # fmt: skip
 ROUTING, CPU = "zipf:0.75", torch.device("cpu")
 

@@ -15,7 +15,7 @@ from dcpbench.workloads.serve import Serving, _make_requests
 from dcpbench.workloads.session import Session
 from tests.unit import engine_builder as build
 
-SHAPE = build.shape_like_tiny(layers=1, first_dense=1)
+SHAPE = build.shape_like_tiny(layers=1, first_k_dense_replace=1)
 LOAD = Load(requests=1, input_tokens="1", output_tokens="1", chunk=16)
 POINT = Point(
     model="tiny",

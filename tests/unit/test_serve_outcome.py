@@ -64,12 +64,12 @@ class TestMetrics:
         assert (got.itl_ms.p50, got.itl_ms.samples) == (1000, 28)
         assert (got.tpot_ms.p50, got.e2el_ms.p50) == (1000, 8000)
         assert (got.output_tok_s, got.output_tok_s_per_gpu, got.total_tok_s) == (2, 0.5, 10)
-        assert (got.request_s, got.tok_s_per_user, got.wall_s) == (0.25, 1, 16)
+        assert (got.request_throughput, got.tok_s_per_user, got.wall_s) == (0.25, 1, 16)
         assert (got.steady_tok_s, got.steady_s) == (2, 16)
         assert (got.steps, got.decode_steps, got.decode_batch) == (16, 14, 2)
         assert (got.submitted, got.finished, got.rejected, got.cancelled) == (4, 4, 0, 0)
         assert (got.input_tokens, got.output_tokens) == (128, 32)
-        assert got.goodput_s is None
+        assert got.request_goodput is None
 
     def test_percentiles_need_their_minimum_of_samples(self) -> None:
         """The 4 TTFTs give only a median; 4 · 24 = 96 gaps give p90 (64), not p95 (130)."""
@@ -86,7 +86,7 @@ class TestMetrics:
         """One chunk has two of three prompts, so that TTFT is 1, 1 and 2 s. Within 1.5 s there are 2 requests in 9 s."""
         got = compute_metrics(build.serve([build.request(i) for i in range(3)], concurrency=3), slo={"ttft": 1500})
         assert got.slo_ms == {"ttft": 1500}
-        assert got.goodput_s == pytest.approx(2 / 9)
+        assert got.request_goodput == pytest.approx(2 / 9)
 
     def test_preemptions_and_cached_tokens_are_counted(self) -> None:
         """Two requests of 2 + 4 pages each share 10 pages: the second is preempted once both need a fifth page."""
@@ -103,7 +103,7 @@ class TestMetrics:
         )
         assert (got.finished, got.cancelled, got.output_tokens, got.output_tok_s) == (0, 2, 8, 2)
         assert (got.ttft_ms.p50, got.ttft_ms.samples, got.itl_ms.p50, got.tok_s_per_user) == (None, 0, None, None)
-        assert (got.goodput_s, got.request_s, got.steady_tok_s) == (0, 0, 2)
+        assert (got.request_goodput, got.request_throughput, got.steady_tok_s) == (0, 0, 2)
 
     def test_request_cancelled_before_its_first_token_counts_as_in_flight(self) -> None:
         """The KV cache has space for two of three clients: the third waits from 0 to 4 s, so that all three are in

@@ -160,7 +160,7 @@ def test_no_rope_scaling_means_no_yarn() -> None:
 
 
 def test_more_dense_layers_than_layers_means_all_dense() -> None:
-    assert from_config(V3 | {"num_hidden_layers": 2}, Path("config.json")).first_dense == 2
+    assert from_config(V3 | {"num_hidden_layers": 2}, Path("config.json")).first_k_dense_replace == 2
 
 
 def test_model_of_an_unknown_family_is_refused_with_its_model_type() -> None:
@@ -414,7 +414,13 @@ def test_missing_config_fields_have_the_defaults_of_transformers() -> None:
     v3 = from_config({k: v for k, v in V3.items() if k not in left_out}, Path("v3.json"))
     assert v3 == from_config(V3, Path("v3.json"))
     v2 = from_config({k: v for k, v in LITE.items() if k not in (*left_out, "topk_method")}, Path("v2.json"))
-    assert (v2.n_group, v2.topk_group, v2.first_dense, v2.normalise, v2.routed_scaling_factor) == (1, 1, 0, False, 1.0)
+    assert (v2.n_group, v2.topk_group, v2.first_k_dense_replace, v2.normalise, v2.routed_scaling_factor) == (
+        1,
+        1,
+        0,
+        False,
+        1.0,
+    )
 
 
 def test_rope_theta_is_read_from_rope_settings_first() -> None:

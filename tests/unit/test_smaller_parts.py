@@ -538,7 +538,7 @@ def test_narrow_terminal_drops_columns_in_this_order() -> None:
         ("ITL ms", None),
         ("p99", 1),
     ]
-    served = decoded | {"ttft_p50_ms": 1.0, "ttft_p99_ms": 1.0, "goodput_s": 0.5, "load_arrival": "closed"}
+    served = decoded | {"ttft_p50_ms": 1.0, "ttft_p99_ms": 1.0, "request_goodput": 0.5, "load_arrival": "closed"}
     served |= {"kv_tokens_of_all": 655_360.0, "tokens_per_step": math.nan}
     found = [(c.name, c.drop) for c in terminal_tables._make_served_columns("closed", pd.DataFrame([served]))]
     assert found[-8:] == [

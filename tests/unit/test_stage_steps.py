@@ -61,7 +61,7 @@ class TestStages:
         """
         stages_ms = [model.predict_step_ms([decode(4)]) for model in stage(pp=2).models]
         assert sum(stages_ms) == pytest.approx(40 + 1.4 * 4 + 0.1 * 16, rel=0.005)
-        moe = [part.layers - part.first_dense for part in make_stages(SHAPES["deepseek-v3"], 2)]
+        moe = [part.layers - part.first_k_dense_replace for part in make_stages(SHAPES["deepseek-v3"], 2)]
         assert stages_ms[0] / stages_ms[1] == pytest.approx(moe[0] / moe[1], rel=0.05)
 
     def test_equal_stages_share_a_model(self) -> None:

@@ -28,10 +28,10 @@ def test_step_function_of_the_script_is_found_when_cuda_is_first_used(
     """Such a script calls no module, and imports none after the definition of the function."""
     made, script = recorder(tmp_path, "script:step"), types.ModuleType("script")
     monkeypatch.setitem(sys.modules, "script", script)
-    assert not made.found
+    assert not made.step_found
     script.step = lambda: "result"
     made._handle_cuda_init()
-    assert made.found
+    assert made.step_found
     assert script.step() == "result"
 
 
@@ -47,7 +47,7 @@ def explain_missing_trace(note: Note, recording: Recording) -> str:
 
 
 def test_missing_step_function_note_does_not_mention_warm_up() -> None:
-    why = explain_missing_trace(Note(pid=1, cuda=True, found=False), Recording(step="__main__:f", warmup=2))
+    why = explain_missing_trace(Note(pid=1, cuda=True, step_found=False), Recording(step="__main__:f", warmup=2))
     assert "__main__:f was never found" in why
     assert "define it before CUDA is first used" in why
     assert "leave --step, --steps and --warmup out" in why
@@ -70,4 +70,4 @@ def test_too_few_steps_note_mentions_warm_up() -> None:
 
 def test_recorder_writes_if_it_found_the_step_function(tmp_path: Path) -> None:
     recorder(tmp_path, "nowhere:step").write_note()
-    assert [note.found for note in runs.read_notes(tmp_path)] == [False]
+    assert [note.step_found for note in runs.read_notes(tmp_path)] == [False]

@@ -158,7 +158,7 @@ class TestEngine:
         assert len(tokens) == len(step.replicas[0].sampled_sequences)
         own = [compute_chunk_rows((compute_batch_rows(decodes) if decodes else 0) + tokens) for decodes, tokens in each]
         live = torch.stack([torch.arange(max(own)) < count for count in own]).flatten()
-        assert len(chosen) == TINY.layers - TINY.first_dense
+        assert len(chosen) == TINY.layers - TINY.first_k_dense_replace
         for _, ids_Tk in chosen:
             assert torch.equal((ids_Tk != NO_EXPERT).all(-1), live)
             assert torch.equal((ids_Tk == NO_EXPERT).all(-1), ~live)

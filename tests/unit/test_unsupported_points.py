@@ -76,10 +76,10 @@ def test_sweep_grid_refuses_what_verify_layouts_accept() -> None:
 def test_expert_width_of_a_rank_must_be_a_multiple_of_16_bytes() -> None:
     """24 numbers over 2 ranks are 12 each, 24 bytes in bf16; 16 numbers are 8, 16 bytes. A CPU accepts both."""
     with pytest.raises(UsageError, match=r"has 12 numbers of tiny's experts, 24 wide.*; use --ep tp, or a smaller"):
-        check(tiny(moe_inter=24), ep="1")
-    check(tiny(moe_inter=24), ep="tp")
-    check(tiny(moe_inter=24), ep="1", probe=CPU)
-    check(tiny(moe_inter=16), ep="1")
+        check(tiny(moe_intermediate_size=24), ep="1")
+    check(tiny(moe_intermediate_size=24), ep="tp")
+    check(tiny(moe_intermediate_size=24), ep="1", probe=CPU)
+    check(tiny(moe_intermediate_size=16), ep="1")
 
 
 def test_sizes_of_a_rank_are_checked_against_fp8_blocks() -> None:
@@ -102,7 +102,7 @@ def test_sizes_of_a_rank_are_checked_against_fp8_blocks() -> None:
     }
     whole = msgspec.structs.replace(point, ep="tp")
     assert compute_part_sizes(whole, shape)["an expert"][0] == 2048
-    lite = compute_part_sizes(whole, dataclasses.replace(SHAPES["deepseek-v2-lite"], first_dense=0))
+    lite = compute_part_sizes(whole, dataclasses.replace(SHAPES["deepseek-v2-lite"], first_k_dense_replace=0))
     assert [lite[name][0] for name in ("the queries", "the shared expert", "the dense MLP")] == [8 * 192, 704, 0]
 
 

@@ -58,11 +58,11 @@ TINY_SHAPES = {
     "vocab-9": build.shape_like_tiny(vocab=9),
     "softmax-2-shared": build.shape_like_tiny(routing="softmax", normalise=False, shared_experts=2),
     "no-shared": build.shape_like_tiny(shared_experts=0),
-    "all-dense": build.shape_like_tiny(first_dense=3),
-    "no-dense": build.shape_like_tiny(first_dense=0),
+    "all-dense": build.shape_like_tiny(first_k_dense_replace=3),
+    "no-dense": build.shape_like_tiny(first_k_dense_replace=0),
 }
 UNEVEN = build.shape_like_tiny(
-    hidden=320, q_lora=192, moe_inter=384, dense_inter=960, qk_nope_head_dim=24, v_head_dim=40
+    hidden=320, q_lora=192, moe_intermediate_size=384, intermediate_size=960, qk_nope_head_dim=24, v_head_dim=40
 )
 """Shape for which ranks split blocks in rows and in columns, and for which stacked parts end inside a block."""
 
@@ -76,7 +76,7 @@ class TestBytes:
         """Check the first, the last and a middle rank, with tensor-parallel and whole experts. A vocabulary of 9
         leaves some of 8 ranks only padding.
         """
-        dense, moe = shape.first_dense, shape.layers - shape.first_dense
+        dense, moe = shape.first_k_dense_replace, shape.layers - shape.first_k_dense_replace
         expected = memory.compute_weight_bytes(shape, layout, dtype.itemsize, dense, moe, wide)
         for rank in {0, layout.tp // 2, layout.tp - 1}:
             ep = MOE_TP if rank == layout.tp - 1 else MOE_EP
@@ -99,7 +99,7 @@ class TestBytes:
         """Count a byte a number and 4 a block; ranks with borders inside blocks have more blocks. If different ranks
         have the most scales of two tensors, the computed sum is an upper bound.
         """
-        dense, moe = shape.first_dense, shape.layers - shape.first_dense
+        dense, moe = shape.first_k_dense_replace, shape.layers - shape.first_k_dense_replace
         expected = memory.compute_weight_bytes(shape, layout, 2, dense, moe, wide, FORMATS[FP8], ep=ep)
         ranks = {0, layout.tp // 2, layout.tp - 1, min(1, layout.tp - 1)}
         held = [
@@ -151,7 +151,7 @@ class TestBytes:
 
 
 class TestLayers:
-    SHAPE = build.shape_like_tiny(layers=9, first_dense=3)
+    SHAPE = build.shape_like_tiny(layers=9, first_k_dense_replace=3)
 
     def load(self, dense, moe):
         """Return the weights of tp1 and the source that they come from."""
@@ -210,7 +210,7 @@ class TestShards:
     def test_concatenated_tensor_parallel_experts_equal_those_of_one_rank(self, ranks):
         """Split the width 32 of all eight experts over the ranks: rows of gate and of up, and columns of down."""
         source, layout = SyntheticSource(0, torch.float32, build.CPU), Layout(4, dp=2, dcp=2)
-        layers, width = build.layers(build.TINY), build.TINY.moe_inter
+        layers, width = build.layers(build.TINY), build.TINY.moe_intermediate_size
         whole = load_weights(source, build.TINY, Layout(1), 0, layers).get_layer(2).mlp
         cut = [load_weights(source, build.TINY, layout, r, layers, ep=MOE_TP).get_layer(2).mlp for r in range(4)]
         for half, part in ((0, whole.gate_up[:, :width]), (1, whole.gate_up[:, width:])):
@@ -326,7 +326,7 @@ class TestSynthetic:
 class TestInt4:
     """Test experts in int4 with all other weights in the computation's dtype, as Kimi-K2-Thinking is published."""
 
-    SHAPE = build.shape_like_tiny(hidden=128, moe_inter=64, layers=2, first_dense=1)
+    SHAPE = build.shape_like_tiny(hidden=128, moe_intermediate_size=64, layers=2, first_k_dense_replace=1)
 
     def load(self, layout=Layout(1), rank=0, ep=MOE_EP, group=32):  # noqa: B008 - frozen
         source = SyntheticSource(0, torch.float32, build.CPU)

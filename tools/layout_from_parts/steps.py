@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EXCHANGE = "ag_rs"  # the exchange whose calls are modelled; vLLM's default
 EVERYWHERE = ("hidden", "experts", "top_k", "latent", "kv_heads", "indexer_heads")  # sizes that no rank divides
-DIVIDED = ("heads", "moe_inter", "dense_inter", "vocab")  # sizes that ranks divide
+DIVIDED = ("heads", "moe_intermediate_size", "intermediate_size", "vocab")  # sizes that ranks divide
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +82,7 @@ class MeasuredStep:
             run=self.run,
             layout=str(point.layout),
             heads=self.sizes.heads * point.dcp // point.tp,
-            experts_width=self.sizes.moe_inter // point.tp,
+            experts_width=self.sizes.moe_intermediate_size // point.tp,
             rank_context=point.context // point.dcp,
         )
 
@@ -128,7 +128,7 @@ def read_steps(folders: Sequence[Path], shape: ModelShape) -> list[MeasuredStep]
             f"no run has profiled decode steps of vLLM over synthetic weights of {shape.name}; measure them with dcpbench sweep --engine vllm "
             "--model FOLDER, with FOLDER of `python -m tools.layout_from_parts model`."
         )
-    layers = {(step.sizes.layers, step.sizes.first_dense) for step in found}
+    layers = {(step.sizes.layers, step.sizes.first_k_dense_replace) for step in found}
     if len(layers) > 1:
         numbers = ", ".join(f"{n} with {dense} dense" for n, dense in sorted(layers))
         raise UsageError(f"runs have different numbers of layers ({numbers}); name runs with the same.")

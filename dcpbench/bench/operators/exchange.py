@@ -154,7 +154,7 @@ class ExchangeBench:
 
 
 def compute_work(case: Case) -> OperatorCost:
-    """Return the work of a case; `wire_bytes` are the received bytes by the formula of the variant."""
+    """Return the work of a case; `comm_bytes` are the received bytes by the formula of the variant."""
     batch, heads, ranks, value = (int(case.sizes[n]) for n in ("requests", "heads", "ranks", "value"))
     replicate = case.sizes["q"] == "replicated"
     q = OperatorCost() if replicate else compute_query_work(batch, heads, ranks, KV_WIDTH, DTYPE.itemsize)
@@ -162,6 +162,6 @@ def compute_work(case: Case) -> OperatorCost:
     q_bytes, merged_bytes = compute_exchanged_bytes(case.variant, batch, heads, ranks, KV_WIDTH, value, DTYPE.itemsize)
     return OperatorCost(
         received_bytes=q.received_bytes + merged.received_bytes,
-        wire_bytes=merged_bytes + (0 if replicate else q_bytes),
+        comm_bytes=merged_bytes + (0 if replicate else q_bytes),
         barriers=q.barriers + merged.barriers,
     )

@@ -116,7 +116,7 @@ class KvGather:
             work=OperatorCost(
                 memory_bytes=(own + task.prefix.tokens) * row_bytes,
                 received_bytes=received,
-                wire_bytes=(self.group.size - 1) * task.compute_part_bytes() if case.variant == "nccl" else received,
+                comm_bytes=(self.group.size - 1) * task.compute_part_bytes() if case.variant == "nccl" else received,
                 barriers=1,
             ),
         )

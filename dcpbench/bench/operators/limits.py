@@ -50,14 +50,14 @@ PAUSE_S = 0.1
 def measure_limits(wanted: Sequence[str], device: torch.device) -> tuple[list[Limit], list[str]]:
     """Return the limits named in `wanted`, and the reasons for missing ones. Collective."""
     found: list[Limit] = []
-    without = []
+    unmeasured = []
     for name in wanted:
         try:
             found += run_together(lambda name=name: list(MEASURES[name](device)))  # type: ignore[misc]
         except RankError as e:
-            without.append(f"{name}: {e}")
+            unmeasured.append(f"{name}: {e}")
         torch.cuda.empty_cache()
-    return found, without
+    return found, unmeasured
 
 
 def measure_rates(device: torch.device, ranks: int, *, fp8: bool = False) -> Rates:
@@ -66,7 +66,7 @@ def measure_rates(device: torch.device, ranks: int, *, fp8: bool = False) -> Rat
     `fp8`: include the rate of products with fp8 operands.
     """
     wanted = ALONE + (FP8_ALONE if fp8 else ()) + (() if ranks == 1 else BETWEEN)
-    found, without = measure_limits(wanted, device)
+    found, unmeasured = measure_limits(wanted, device)
     known = {limit.name: limit.median for limit in found}
     barrier_s = known.get("barrier")
     return Rates(
@@ -76,7 +76,7 @@ def measure_rates(device: torch.device, ranks: int, *, fp8: bool = False) -> Rat
         matmul_fp8_flop_s=known.get("matmul_fp8"),
         peer_bytes_s=known.get("peer"),
         barrier_us=None if barrier_s is None else barrier_s * 1e6,
-        without=without,
+        unmeasured=unmeasured,
     )
 
 

@@ -82,7 +82,7 @@ def format_limits(record: BenchRecord) -> list[str]:
     ranks = f", the slowest of {record.ranks} ranks" if record.ranks > 1 else ""
     measured = ", ".join(f"{limit.name} {format_amount(limit)}" for limit in record.limits)
     lines = [f"Measured on this machine in the same run{ranks}: {measured}."] if measured else []
-    return lines + [f"Not measured: {reason}" for reason in record.without]
+    return lines + [f"Not measured: {reason}" for reason in record.unmeasured]
 
 
 def format_amount(limit: Limit) -> str:

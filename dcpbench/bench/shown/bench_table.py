@@ -96,7 +96,7 @@ def _choose_columns(record: BenchRecord, width: int) -> dict[str, Cell]:
         "TB/s": lambda r: _format_rate(r.bytes_s, 1e12),
         "TFLOP/s": lambda r: _format_rate(r.flop_s, 1e12),
         "GB/s": lambda r: _format_rate(r.received_bytes_s, 1e9),
-        "wire KB": lambda r: _format_rate(r.work.wire_bytes or None, 1e3) if r.work else "",
+        "wire KB": lambda r: _format_rate(r.work.comm_bytes or None, 1e3) if r.work else "",
         "of limit": lambda r: "" if (share := compute_share(r)) is None else f"{100 * share:.0f} %",
     }
     for name in list_baselines(record):

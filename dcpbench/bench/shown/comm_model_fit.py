@@ -72,7 +72,7 @@ def write_picture(calls: Sequence[Call], path: Path, title: str) -> None:
         for place, call in enumerate(calls, 1):
             ax = figure.add_subplot(rows, columns, place)
             ax.set_title(call.name, loc="left")
-            ax.set(xscale="log", yscale="log", xlabel="bytes that a rank receives", ylabel="µs")
+            ax.set(xscale="log", yscale="log", xlabel="bytes that a rank receives (log scale)", ylabel="µs (log scale)")
             for n in call.ranks:
                 of = [s for s in call.samples if s.ranks == n]
                 ax.plot([s.received_bytes for s in of], [s.us for s in of], linestyle="", label=f"{n} ranks", **look[n])

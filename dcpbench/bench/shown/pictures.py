@@ -19,6 +19,7 @@ from dcpbench.show.figure_style import (
     get_colour,
     get_marker,
     save_figure,
+    set_axis_labels,
     set_headline,
     set_value_axis,
 )
@@ -92,14 +93,13 @@ def _plot_over_bytes(record: BenchRecord) -> Figure:
     def draw_panel(ax: Axes, name: str, results: list[Result]) -> None:
         handles.update(_draw_bytes(ax, results, names))
         ax.set_title(name, fontsize=9)
-        ax.set_xlabel(WHAT[record.bench])
 
     def format_other_sizes(r: Result) -> str:
         return ", ".join(f"{name} {value}" for name, value in r.case.sizes.items() if name not in along)
 
     figure = _draw_panels(group_results(timed, format_other_sizes), BYTES_PANEL, draw_panel)
     _draw_title(figure, record, ": time per call against bytes")
-    figure.supylabel("µs per eager call" if record.bench in ALONG else "µs per call", fontsize=10)
+    set_axis_labels(figure, WHAT[record.bench], "µs per eager call" if record.bench in ALONG else "µs per call")
     if handles:
         draw_legend_below(figure, list(handles.values()))
     return figure
@@ -167,6 +167,7 @@ def _plot_roofline(record: BenchRecord) -> Figure:
 
     figure = _draw_panels({"": timed}, ROOFLINE, draw_panel)
     _draw_title(figure, record, " under the roofs measured in the same run")
+    set_axis_labels(figure, "operations per byte of memory traffic", "TFLOP/s")
     if handles:
         draw_legend_below(figure, handles)
     return figure
@@ -210,8 +211,6 @@ def _set_axes(ax: Axes, timed: Sequence[Result], product: float, ridge: float) -
     ax.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,g}"))
     ax.minorticks_off()
-    ax.set_xlabel("operations per byte of memory traffic")
-    ax.set_ylabel("TFLOP/s")
 
 
 def _draw_roofs(ax: Axes, read: float, matmul: float) -> Line2D:

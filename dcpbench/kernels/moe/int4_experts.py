@@ -39,6 +39,10 @@ class Tiling:
     blocks: int | None = None  # blocks of columns of a program of SHORT_DEPTH; None: chosen by `programs`
     programs: int = 1024  # programs of SHORT_DEPTH in all, about as many as an H200 runs at once
 
+    def count_blocks(self, columns: int, tiles: int) -> int:
+        """Return the blocks of columns of a program of SHORT_DEPTH, for at most `tiles` tiles of rows."""
+        return self.blocks or triton.cdiv(triton.cdiv(columns, self.columns), max(1, round(self.programs / tiles)))
+
 
 @triton.jit
 def _dot(x_MK, w_NK, y, WEIGHT_FIRST: tl.constexpr):
@@ -275,7 +279,7 @@ def compute_grouped_gemm(
     }
     sizes = (experts, columns, depth)
     if not gated and depth <= SHORT_DEPTH and plan.rows <= SHORT_ROWS:
-        per_program = chosen.blocks or triton.cdiv(blocks, max(1, round(chosen.programs / most_tiles)))
+        per_program = chosen.count_blocks(columns, most_tiles)
         _short_product_kernel[(most_tiles * triton.cdiv(blocks, per_program),)](
             *(x, weight.data, weight.scale, plan.tiles, out, *sizes, plan.tiles.stride(0), per_program),
             SPANS=spans,

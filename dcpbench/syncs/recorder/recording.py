@@ -59,7 +59,7 @@ class Recorder:
         self.last = None if self.steps is None else self.warmup + int(self.steps)  # step after the last recorded one
         self.cpu = bool(settings["cpu"])
         self._module, _, self._function = settings["step"].partition(":")
-        self.found = not self._function  # True if the function of `step` was found, or if none is given
+        self.step_found = not self._function  # True if the function of `step` was found, or if none is given
         self.state = WAITING
         self.count = 0  # number of steps begun
         self.cut = False  # True if recording ended sooner than requested
@@ -153,7 +153,7 @@ class Recorder:
                 "cuda": self._cuda,
                 "cut": self.cut,
                 "steps": self.count,
-                "found": self.found,
+                "step_found": self.step_found,
                 "problems": list(dict.fromkeys(self.problems)),
             }
             (self.folder / f"{os.getpid()}.note").write_text(json.dumps(about), encoding="utf-8")
@@ -308,7 +308,7 @@ class Recorder:
 
     def find_step_function(self) -> None:
         """Mark the function of --step as soon as it can be found."""
-        if self.found:
+        if self.step_found:
             return
         owner: Any = sys.modules.get(self._module)
         *path, name = self._function.split(".")
@@ -318,7 +318,7 @@ class Recorder:
         function = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
         if function is None:
             return
-        self.found = True
+        self.step_found = True
         if not callable(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             self.problems.append(f"{self._module}:{self._function} is no function that returns")
             return
