@@ -261,8 +261,9 @@ def _make_query(wanted: QueryOptions) -> "Query":
 
 
 def _read_stages(stages: Stages) -> Stages:
-    """Return --stages. Raise UsageError for a degree or a number of micro-batches below 1."""
+    """Return --stages. Raise UsageError for a degree or a number of micro-batches below 1, or one that nothing uses."""
     from dcpbench.errors import UsageError
+    from dcpbench.points.pipeline import check_micro_batches
 
     for name in ("pp", "pcp", "micro_batches"):
         given = getattr(stages, name)
@@ -270,6 +271,7 @@ def _read_stages(stages: Stages) -> Stages:
             if n < 1:
                 key = name.replace("_", "-")
                 raise UsageError(f"--stages {key}={n} is not a positive number; write for example --stages {key}=2.")
+    check_micro_batches(stages.micro_batches, stages.pp or (1,))
     return stages
 
 

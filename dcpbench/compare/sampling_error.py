@@ -29,7 +29,9 @@ class Requests:
     """Hold the requests of one served record in order of submission; none without a file of samples."""
 
     times: list[formulas.RequestTimes]  # times of requests that have tokens, including those that were cut off
-    waiting_s: list[float]  # submission times of requests that were cut off before their first token
+    waiting: list[
+        tuple[float, tuple[int, int] | None]
+    ]  # submission time and turn of requests cut off before their first token
 
     @property
     def finished(self) -> list[formulas.RequestTimes]:
@@ -67,11 +69,15 @@ def read_record_requests(record: Record, folder: Path) -> Requests:
         rows = sorted(read_samples(path), key=lambda row: row.submitted_s)
         return Requests(
             times=[
-                formulas.RequestTimes(row.submitted_s, row.token_s, finished=row.outcome == FINISHED)
+                formulas.RequestTimes(
+                    row.submitted_s, row.token_s, finished=row.outcome == FINISHED, turn=row.session_turn
+                )
                 for row in rows
                 if row.token_s
             ],
-            waiting_s=[row.submitted_s for row in rows if row.outcome == CANCELLED and not row.token_s],
+            waiting=[
+                (row.submitted_s, row.session_turn) for row in rows if row.outcome == CANCELLED and not row.token_s
+            ],
         )
     except (DcpbenchError, TypeError, ValueError):
         return NO_REQUESTS
@@ -103,7 +109,7 @@ def estimate_error(
     if kind == "tokens" and times:  # in equal windows of the run
         span = min(t.submitted_s for t in times), max(t.end_s for t in times)
     elif kind == "steady tokens" and clients and clients > 0:  # or of its steady part
-        span = formulas.find_steady_window(times, clients, requests.waiting_s)
+        span = formulas.find_steady_window(times, clients, requests.waiting)
     if span is None or not span[1] > span[0]:
         return None
     counts, _ = np.histogram(np.concatenate([np.asarray(t.token_times_s) for t in times]), WINDOWS, span)

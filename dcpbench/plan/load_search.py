@@ -119,10 +119,16 @@ def limit_clients(bounds: LoadRange, loads: ServeLoads) -> LoadRange:
     """
     if bounds.name == RATE:
         return bounds
-    _, load = next(loads.iter_loads())
-    high = bounds.high if bounds.given else min(bounds.high, float(count_sessions(load)))
-    list(set_load(loads, bounds, high).iter_loads())
-    return dataclasses.replace(bounds, high=high)
+    _, load = next(dataclasses.replace(loads, concurrency=()).iter_loads())
+    most = count_sessions(load)
+    if bounds.given and bounds.high > most:
+        what = "sessions" if load.sessions else "requests"
+        fewer = f"write concurrency={bounds.low:g}-{most}, or " if bounds.low < most else ""
+        raise UsageError(
+            f"--find concurrency={bounds.low:g}-{bounds.high:g}: more clients than there are {what} ({most:,}); {fewer}use "
+            f"{loads.suggest_requests(10 * int(bounds.high))}."
+        )
+    return dataclasses.replace(bounds, high=min(bounds.high, float(most)))
 
 
 def set_load(loads: ServeLoads, bounds: LoadRange, load: float) -> ServeLoads:
@@ -281,9 +287,16 @@ class MeasuredLoad:
         if self.metrics is None:
             return format_reason(self.records[0]) or self.records[0].outcome
         unanswered = (self.metrics.failed or 0) + (self.metrics.rejected or 0)
-        return (
-            f"{unanswered:,} of {self.metrics.submitted or 0:,} requests failed or were rejected" if unanswered else ""
-        )
+        return self._format_share(unanswered, "failed or were rejected")
+
+    @property
+    def cut_off(self) -> str:
+        """Return how many requests had no full answer when the time limit of the load ended it; empty if none."""
+        return self._format_share((self.metrics and self.metrics.cancelled) or 0, "cut off, with unknown latency")
+
+    def _format_share(self, count: int, what: str) -> str:
+        submitted = (self.metrics and self.metrics.submitted) or 0
+        return f"{count:,} of {submitted:,} requests {what}" if count else ""
 
     def to_json(self) -> dict[str, object]:
         """Return the load with its results, for --json."""
@@ -298,6 +311,7 @@ class MeasuredLoad:
             "steady_tok_s": serve and serve.steady_tok_s,
             "request_throughput": serve and serve.request_throughput,
             "reason": self.reason,
+            "cancelled": serve and serve.cancelled,
         }
 
 
@@ -431,7 +445,7 @@ class FoundLoad:
         """Return a load with its latencies, or why it has none: `12 clients (TTFT p99 512 ms, ITL p99 41 ms; 310 tok/s)`."""
         parts = [", ".join(judged.format() for judged in one.objectives)]
         parts += [f"{one.metrics.output_tok_s:,.4g} tok/s"] if one.metrics else []
-        parts += [one.reason, "" if self.replayed else f"{one.held} of {len(one.records)} runs hold"]
+        parts += [one.reason, one.cut_off, "" if self.replayed else f"{one.held} of {len(one.records)} runs hold"]
         return f"{self.bounds.format(one.load)} ({'; '.join(filter(None, parts))})"
 
     def _format_runs(self) -> str:
@@ -439,7 +453,7 @@ class FoundLoad:
         text = f"{format_count(len(self.measured), 'load')}, {format_count(runs, 'run')}"
         if not self.within_tolerance:
             return f"{text}: the search ended before both were within {TOLERANCE:.0%}."
-        return f"{text}; a replay is deterministic, so they are exact." if self.replayed else f"{text}."
+        return f"{text}; a replay is deterministic, so each load ran once." if self.replayed else f"{text}."
 
     def _format_not_monotone(self) -> str:
         """Return a sentence if a higher load holds and a lower one does not, or if a latency falls; empty otherwise."""

@@ -28,6 +28,7 @@ from dcpbench.points.names import (
     format_flag,
     format_setting,
 )
+from dcpbench.points.pipeline import check_micro_batches
 from dcpbench.points.point import LOAD_AXES, Load
 from dcpbench.records.stats import OBJECTIVE, compute_min_samples, find_highest_percentile
 from dcpbench.serving.load_words import (
@@ -191,7 +192,7 @@ class ServeLoads:
                     )
         elif self.trace:
             raise UsageError(
-                f"--sessions and --requests {self.trace.path} contradict each other, as the file has the sessions; leave --sessions out."
+                f"--sessions and --requests {self.trace.path} contradict each other, as the file defines the requests; leave --sessions out."
             )
         elif compute_max_turns(self.turns) > MAX_TURNS:
             raise UsageError(f"--sessions turns={self.turns}: a session has at most {MAX_TURNS:,} turns; try turns=4.")
@@ -308,8 +309,10 @@ class ServeLoads:
         }
 
     def _suggest_more_requests(self, concurrency: int) -> str:
-        """Return `--num-requests N, or ` for ten times as many requests as clients; empty if that is too many."""
-        return f"{self.suggest_requests(10 * concurrency)}, or " if 10 * concurrency <= MAX_REQUESTS else ""
+        """Return `--num-requests N, or ` for a session or ten requests for each client; empty if that is too many."""
+        turns = compute_max_turns(self.turns)
+        count = concurrency * max(10, turns + (turns - 1) * self.subagents)
+        return f"{self.suggest_requests(count)}, or " if count <= MAX_REQUESTS else ""
 
     def suggest_requests(self, count: int) -> str:
         """Return the option with which `count` requests are sent."""
@@ -344,6 +347,9 @@ def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
     """
     options = {name: SERVE_SPEC_PARSERS[name](name, value) for name, value in given.items() if value is not None}
     options.pop("step_times", None)
+    check_micro_batches(
+        cast("int | None", options.get("micro_batches")), cast("tuple[int, ...]", options.get("pp", (1,)))
+    )
     base = get_defaults(probe) | get_serve_defaults(probe)
     loads, settings = read_loads(options, get_serve_defaults(probe) | get_default_clients(probe.device))
     settings |= {"step_times": resolve_step_times(given) or ""}

@@ -647,7 +647,7 @@ def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Pr
         need = memory.count_pages(shortest - 1, point.layout, point.page_size) + memory.PAGES_OF_PADDING
         if need > plan.pages:
             problem = f"{holds}, and the shortest request, {shortest:,} tokens, needs {format_size(need * one)}"
-            advice = f"all requests here need {format_size_up(count_min_pages(point) * one)} or more."
+            advice = f"to serve all requests, give --kv-memory {format_size_up(count_min_pages(point) * one)} or more."
             return InsufficientMemoryError(f"{point.instance_name}: {problem}; {advice}", problem)
     return None
 

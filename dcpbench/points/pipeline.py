@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 SENT_TENSORS = 2  # tensors of a row that a stage sends to the next one: hidden state and residual
 
 
+def check_micro_batches(micro_batches: int | None, stages: Sequence[int]) -> None:
+    """Raise UsageError for a number of micro-batches that no number of stages uses."""
+    if micro_batches and max(stages) == 1:
+        raise UsageError(
+            f"--stages micro-batches={micro_batches} has no effect without pipeline stages; add for example pp=2."
+        )
+
+
 def split_layers(layers: int, stages: int) -> list[int]:
     """Return the number of layers of each stage; those that remain go to stages from the second last one backwards."""
     each, more = divmod(layers, stages)

@@ -43,6 +43,7 @@ class RequestTimes:
     submitted_s: float
     token_times_s: Sequence[float] | Floats  # one per token, not per stream chunk; kept as a float64 array
     finished: bool = True  # false if the request was cut off: its tokens count, its latencies do not
+    turn: tuple[int, int] | None = None  # session and turn; a client sends all requests of a turn (sub-agents) at once
 
     def __post_init__(self) -> None:
         import numpy as np
@@ -152,11 +153,13 @@ def count_max_in_flight(spans: Iterable[tuple[float, float]]) -> int:
 
 
 def find_steady_window(
-    requests: Sequence[RequestTimes], concurrency: int, waiting_s: Sequence[float] = ()
+    requests: Sequence[RequestTimes],
+    concurrency: int,
+    waiting: Sequence[tuple[float, tuple[int, int] | None]] = (),
 ) -> tuple[float, float] | None:
-    """Return the longest time in which at least 95 % of `concurrency` requests are in flight, as (start, end) in s.
+    """Return the longest time in which at least 95 % of `concurrency` clients have a request in flight, as (start, end) in s.
 
-    A request is in flight from t0 to tn, or to the run's last token where it was cut off. `waiting_s` are t0 of
+    A request is in flight from t0 to tn, or to the run's last token where it was cut off. `waiting` has t0 and turn of
     requests that were cut off before their first token. One that starts at the moment another ends leaves no gap, and
     neither does a client that takes up to TURNAROUND_S to send its next request. None if the target is never reached.
     Raise UsageError for a concurrency below 1.
@@ -164,9 +167,13 @@ def find_steady_window(
     if concurrency < 1:
         raise UsageError(f"a concurrency of {concurrency} cannot be reached; give at least 1.")
     last = max((r.end_s for r in requests), default=0.0)
-    spans = [(r.submitted_s, r.end_s if r.finished else last) for r in requests]
-    spans += [(t, last) for t in waiting_s if t < last]
-    events = sorted([(start, -1) for start, _ in spans] + [(end, 1) for _, end in spans])
+    times: dict[object, list[float]] = {}  # by client's turn
+    for r in requests:
+        times.setdefault(r.turn or object(), []).extend((r.submitted_s, r.end_s if r.finished else last))
+    for submitted_s, turn in waiting:
+        if submitted_s < last:
+            times.setdefault(turn or object(), []).extend((submitted_s, last))
+    events = sorted([(min(of), -1) for of in times.values()] + [(max(of), 1) for of in times.values()])
     windows: list[tuple[float, float]] = []
     start: float | None = None
     in_flight = 0

@@ -308,7 +308,10 @@ METRICS: tuple[Metric, ...] = (
         title="output throughput per GPU",
         heading="tok/s/GPU",
         term="per GPU",
-        defined=_make_definitions("output throughput / tp; neither dp nor dcp adds GPUs"),
+        defined={
+            DECODE: "output throughput / tp; neither dp nor dcp adds GPUs",
+            SERVE: "output throughput / GPUs of all instances and stages; neither dp nor dcp adds GPUs",
+        },
     ),
     Metric(
         "tok_s_per_user",

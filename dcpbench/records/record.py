@@ -292,7 +292,7 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
 class TurnMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the metrics of requests that were the n-th turn of a session."""
 
-    turn: Count  # number of the turn, from 1
+    turn: Count  # number of the turn, from 1; with sub-agents, those of a turn have the next number
     requests: Count  # requests that got at least one token; the sums below cover the same requests
     input_tokens: Count  # prompt tokens, including all earlier turns
     cached_tokens: Count | None  # prompt tokens found in the prefix cache; null if a server does not report them

@@ -157,8 +157,8 @@ BOUNDS = {
     "weights": "weights: the pool takes what the weights leave.",
     "kv_memory": "kv_memory: the pool has the size given with --kv-memory.",
     "sweep": (
-        "sweep: the pool was sized for the largest point of the sweep, on a GPU because not all weights fit, so "
-        "that the KV capacity with all weights is unknown; compare tokens per GiB instead."
+        "sweep: the pool was sized for the largest point of the run. On a GPU this is because not all weights fit: "
+        "the KV capacity with all weights is unknown; compare tokens per GiB instead."
     ),
     SERVER_FLAG: (
         f"{SERVER_FLAG}: a flag of the server ({format_list(KV_LIMIT_FLAGS, 'or')}) limits its KV cache, so that its capacity without it is "

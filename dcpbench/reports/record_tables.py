@@ -48,7 +48,7 @@ def build_turns_table(frames: Frames, mode: str) -> Table:
         {
             "load": load_labels.format_served_load(record.point),
             "layout": record.point.layout_name,
-            "turn": turn.turn,
+            "turn": _format_turn(turn.turn, subagents=bool(record.point.load.subagents)),
             "requests": turn.requests,
             "prompt": turn.input_tokens / turn.requests,
             "cached": None if turn.cached_tokens is None else turn.cached_tokens / turn.input_tokens,
@@ -63,7 +63,7 @@ def build_turns_table(frames: Frames, mode: str) -> Table:
         pd.DataFrame(rows),
         [
             *make_text_columns("load", "layout"),
-            ("turn", lambda r: f"{r['turn']:,}"),
+            ("turn", "turn"),
             ("requests", lambda r: f"{r['requests']:,}"),
             ("prompt tokens", lambda r: f"{r['prompt']:,.0f}"),
             ("cached", lambda r: format_percent(r["cached"])),
@@ -72,6 +72,14 @@ def build_turns_table(frames: Frames, mode: str) -> Table:
         text_columns=2,
         fold=len(rows) > FOLD_ABOVE,
     )
+
+
+def _format_turn(number: int, *, subagents: bool) -> str:
+    """Return the number of a turn as --sessions counts; the sub-agents of a turn have the number after its own."""
+    if not subagents:
+        return f"{number:,}"
+    turn, behind = divmod(number + 1, 2)
+    return f"{turn:,}, sub-agents" if behind else f"{turn:,}"
 
 
 def build_choice_table(frames: Frames) -> Table:

@@ -39,10 +39,9 @@ SCATTER = (
     "scatter: half of the 95 % interval of the median within one launch. Another launch differs by more, with dcpbench's own engine by up "
     f"to {REPEATS_AGREE_WITHIN * 100:g} %; `dcpbench compare` measures it from four launches of each side."
 )
-SERVED_OUTPUT = (
-    "tok/s: output of all requests over the whole load, with prefills. ITL ms: median gap between two tokens of one request. Gaps with prefills "
-    "are longer, so that tok/s is below concurrency × 1000 / ITL."
-)
+SERVED_OUTPUT = "tok/s: output of all requests over the whole load, with prefills. ITL ms: median gap between two tokens of one request."
+GAPS_WITH_PREFILLS = " Gaps with prefills are longer, so that tok/s is below concurrency × 1000 / ITL."
+GAPS_WITH_DRAFTS = " With drafts, the tokens of a step come at once, with gaps of 0: compare TPOT instead."
 IMPLIED = ("cpu", "oversubscribed")  # warnings that the title and the layout already express
 TOKENS = ((1e6, "M"), (1e3, "k"), (1.0, ""))  # units of KV capacities, largest first
 MAX_WORD_WIDTH = 24  # maximum width of a word of a label, in terminal columns
@@ -81,7 +80,7 @@ def render(frames: Frames) -> Group:
         parts.append(FittedTable(title, list(group["label"]), _make_served_columns(arrival, group), gap=1))
         parts += [make_plain_text(sentence) for sentence in _format_notes(group)]
     parts += [make_plain_text(SCATTER, "dim")] if len(points) else []
-    parts += [make_plain_text(SERVED_OUTPUT, "dim")] if len(served) else []
+    parts += [make_plain_text(_format_served_output(served), "dim")] if len(served) else []
     parts += _render_engine_steps(frames)
     more = sum(map(len, tables)) - len(points) - len(served) - len(others)
     if more:
@@ -101,6 +100,13 @@ def render(frames: Frames) -> Group:
         for sentence in answer.format_top_sentences(frames) + floors.format_floor_sentences(frames)
     ]
     return Group(*parts)
+
+
+def _format_served_output(served: pd.DataFrame) -> str:
+    """Return what output and ITL are, and how ITL is related to output in closed loops and with drafts."""
+    drafted = served["tokens_per_step"].notna()
+    prefills = GAPS_WITH_PREFILLS if ((served["load_arrival"] == CLOSED) & ~drafted).any() else ""
+    return SERVED_OUTPUT + prefills + (GAPS_WITH_DRAFTS if drafted.any() else "")
 
 
 def _render_engine_steps(frames: Frames) -> list[RenderableType]:

@@ -69,8 +69,17 @@ class Deployment:
 
     def cancel(self) -> list[Sequence]:
         """End everything that has not finished; returns it, each request once."""
-        dropped = {s.request.number: s for scheduler in self.schedulers for s in scheduler.cancel()}
+        dropped = {}
+        for index, scheduler in enumerate(self.schedulers):
+            for sequence in scheduler.cancel():
+                dropped[sequence.request.number] = sequence
+                self._set_instance(sequence, index)
         return list(dropped.values())
+
+    def handle_end(self, index: int, step: Step) -> None:
+        """Handle that the last tokens of a step of an instance have been read, after which nothing is served."""
+        for sequence in step.finished:
+            self._set_instance(sequence, index)
 
     def handle_decision(self, index: int, now_s: float) -> None:
         """Handle that an instance has decided a step, or that it has none."""
@@ -78,8 +87,7 @@ class Deployment:
     def handle_read(self, index: int, step: Step, now_s: float) -> None:
         """Handle that the tokens of a step of an instance have been read."""
         del now_s
-        for sequence in step.finished if len(self.schedulers) > 1 else ():
-            sequence.instance = index
+        self.handle_end(index, step)
         self.schedulers[index].handle_read(step)
         self.in_hand[index] -= len(step.finished)
 
@@ -94,6 +102,10 @@ class Deployment:
         """Return the instances that have received work since the last call."""
         found, self._woken = self._woken, set()
         return found
+
+    def _set_instance(self, sequence: Sequence, index: int) -> None:
+        if len(self.schedulers) > 1:
+            sequence.instance = index
 
     def _add_to_instance(self, index: int) -> None:
         self.in_hand[index] += 1

@@ -75,13 +75,6 @@ class EngineScheduler(Scheduler):
         """Return the cached pages of a sequence's prompt and their node; at least one token is left to compute."""
         return self._match_prefix(self.replica, sequence)
 
-    def count_admission_pages(self, node: Node) -> int:
-        """Return the number of pages that a sequence with this cached prefix could allocate."""
-        self.replica.cache.lock(node)  # the cached prefix cannot be evicted for the sequence itself
-        available = self.replica.available_pages
-        self.replica.cache.unlock(node)
-        return available
-
     def start_request(self, sequence: Sequence, pages: np.ndarray, node: Node, tokens: int) -> None:
         """Start a sequence with its cached prefix, and allocate its next `tokens` tokens."""
         replica, cached = self.replica, self.count_hits(sequence, pages)

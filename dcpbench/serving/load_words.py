@@ -167,7 +167,8 @@ def format_load(load: Load, concurrency: int) -> str:
         who = TRACE_TIMES
     what = f"of {load.trace}" if load.trace else f"× {load.input_tokens}→{load.output_tokens} tokens"
     sessions = f" in {format_sessions(load)}" if load.sessions else ""
-    shared = f", {load.prefix_share:.0%} shared by {load.prefix_groups}" if load.prefix_share else ""
+    groups = f" by {load.prefix_groups:,} groups" if (load.prefix_groups or 1) > 1 else ""
+    shared = f", {load.prefix_share * 100:g}% shared{groups}" if load.prefix_share else ""
     bound = f", {concurrency} at once" if load.arrival != CLOSED and concurrency < load.requests else ""
     return f"{who}, {load.requests:,} {what}{sessions}{shared}{bound}{', replay' if load.mode == REPLAY else ''}"
 
@@ -207,15 +208,15 @@ def format_drawn(load: Load) -> str:
 
 
 def format_sessions(load: Load) -> str:
-    """Return `sessions of 4 turns`, `sessions of uniform:2-8 turns, 200 tokens each later one, 5 s between them`; `3 sessions` of a file."""
+    """Return `sessions of 4 turns`, `sessions of uniform:2-8 turns, 200 new tokens each later turn, 5 s between turns`; `3 sessions` of a file."""
     if load.trace_facts is not None:
         return format_count(load.trace_facts.sessions, "session")
     parts = [f"sessions of {load.turns} turns"]
-    parts += [f"{load.turn_tokens} tokens each later one"] if load.turn_tokens else []
-    parts += [f"{parse_delays('--sessions think', load.think_time)} s between them"] if load.think_time else []
-    parts += [f"{load.system_tokens:,} tokens that all begin with"] if load.system_tokens else []
-    parts += [f"{load.branch:.0%} from an earlier turn"] if load.branch else []
-    parts += [f"{load.subagents} sub-agents at once after each but the last"] if load.subagents else []
+    parts += [f"{load.turn_tokens} new tokens each later turn"] if load.turn_tokens else []
+    parts += [f"{parse_delays('--sessions think', load.think_time)} s between turns"] if load.think_time else []
+    parts += [f"{load.system_tokens:,} shared system tokens"] if load.system_tokens else []
+    parts += [f"{load.branch:.0%} of turns from an earlier turn"] if load.branch else []
+    parts += [f"{load.subagents} sub-agents after each turn but the last"] if load.subagents else []
     return ", ".join(parts)
 
 

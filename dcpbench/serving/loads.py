@@ -236,10 +236,7 @@ def make_token_ids(seed: int, kind: int, stream: int, count: int, vocab: int) ->
     """Return the first `count` ids of a stream, int32 below `vocab`: SplitMix64 (Steele, Lea and Flood 2014) of a
     counter.
     """
-    start = _apply_splitmix64(_apply_splitmix64(_apply_splitmix64(seed) + kind) + stream)
-    x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(start)
-    ids: np.ndarray = (_finish_splitmix64(x) % np.uint64(vocab)).astype(np.int32)
-    return ids
+    return make_block_ids(seed, kind, [stream], count, vocab)
 
 
 def _finish_splitmix64(x: np.ndarray) -> np.ndarray:

@@ -93,6 +93,11 @@ class Row:
     tokens: list[int] = dataclasses.field(default_factory=list)  # ids; empty in replay and for other replicas' requests
     chunk_tokens: list[int] = dataclasses.field(default_factory=list)  # tokens per chunk if any has several, else empty
 
+    @property
+    def session_turn(self) -> tuple[int, int] | None:
+        """Return session and turn, which requests of sub-agents share; None without a session."""
+        return None if self.session is None or self.turn is None else (self.session, self.turn)
+
 
 def make_rows(samples: Iterable[RequestResult]) -> list[Row]:
     """Return a row per request, in order of submission."""
@@ -160,11 +165,14 @@ def compute_serve_metrics(
     served = [s for s in samples if s.token_s]
     if not served:
         raise UsageError(_explain_no_tokens(by_outcome, interrupted=interrupted, limit_s=limit_s))
-    times = [formulas.RequestTimes(s.submitted_s, s.token_s, finished=s.is_finished) for s in served]
+    times = [
+        formulas.RequestTimes(s.submitted_s, s.token_s, finished=s.is_finished, turn=s.request.session_turn)
+        for s in served
+    ]
     wall = formulas.compute_wall_s(times)
     window = None
     if concurrency is not None:
-        waiting = [s.submitted_s for s in by_outcome[CANCELLED] if not s.token_s]
+        waiting = [(s.submitted_s, s.request.session_turn) for s in by_outcome[CANCELLED] if not s.token_s]
         window = formulas.find_steady_window(times, concurrency, waiting)
     input_tokens, output_tokens = (sum(s.request.prompt_tokens for s in served), sum(len(s.token_s) for s in served))
     done = [t for t in times if t.finished]
@@ -252,8 +260,12 @@ def find_warnings(found: ServeMetrics) -> list[str]:
 
 
 def format_summary(found: ServeMetrics) -> str:
-    """Return `408 tok/s, TTFT 981.8 ms, ITL 111.5 ms`, for a progress line; medians, if any request finished."""
-    medians = (("TTFT", found.ttft_ms.p50), ("ITL", found.itl_ms.p50))
+    """Return `408 tok/s, TTFT 981.8 ms, ITL 111.5 ms`, for a progress line; medians, if any request finished.
+
+    With drafts TPOT replaces ITL, which is then mostly 0.
+    """
+    gaps = ("TPOT", found.tpot_ms.p50) if found.speculation else ("ITL", found.itl_ms.p50)
+    medians = (("TTFT", found.ttft_ms.p50), gaps)
     return ", ".join(
         [f"{found.output_tok_s:,.0f} tok/s", *(f"{n} {ms:,.1f} ms" for n, ms in medians if ms is not None)]
     )

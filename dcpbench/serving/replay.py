@@ -214,10 +214,16 @@ class _Clock:
 
     def _stop_all(self, now: float) -> float:
         """Read the launched steps and cancel all other requests; return the time at which the last step was read."""
-        launched = [step for i in self.instances for step in (i.pending, i.behind if i.reads is not None else None)]
-        for step, end in sorted((one for one in launched if one is not None), key=lambda one: one[1]):
+        launched = [
+            (one[1], index, one[0])
+            for index, i in enumerate(self.instances)
+            for one in (i.pending, i.behind if i.reads is not None else None)
+            if one is not None
+        ]
+        for end, index, step in sorted(launched, key=lambda one: one[0]):
             now = max(now, end)
             self.traffic.record_tokens(step, now)
+            self.deployed.handle_end(index, step)
         self.traffic.stop()
         return now
 

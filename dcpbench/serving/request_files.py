@@ -360,6 +360,7 @@ class _Reader:
         given = {ours: fields[theirs] for ours, theirs in self.declared.columns.items() if theirs in fields}
         if self.declared.keeps_failures and given.get(OUTPUT) == 0:
             return None
+        self._check_present(number, given, fields)
         prompt, inputs = self._parse_prompt(number, given)
         group = given.get(GROUP)
         if group is not None and (not _is_int(group) or group < 0):
@@ -382,7 +383,7 @@ class _Reader:
         return _Row(row, self._parse_arrival(number, given), given.get(SESSION))
 
     def arrange_rows(self, found: list[tuple[int, _Row]]) -> tuple[list[Row], bool]:
-        """Return the rows by the time of their session's first turn, relative to the first one's, and whether that changed their
+        """Return the rows by the time of their session's first turn, relative to the first one's, and whether these times were out of
         order; the sort is stable.
         """
         sessions: dict[object, list[_Row]] = collections.defaultdict(list)
@@ -390,12 +391,9 @@ class _Reader:
             sessions[("row", number) if item.session is None else ("session", str(item.session))].append(item)
         self._check_times(found, [turns[0] for turns in sessions.values()])
         ordered = list(sessions.values())
-        first: int | float = 0
-        if ordered[0][0].arrival is not None:
-            ordered.sort(key=lambda turns: turns[0].arrival or 0)
-            first = ordered[0][0].arrival or 0
-        arranged = list(itertools.chain.from_iterable(ordered))
-        moved = any(a is not b for (_, a), b in zip(found, arranged, strict=True))
+        times = [turns[0].arrival or 0 for turns in ordered]  # all of them or none have one
+        first = min(times)
+        ordered.sort(key=lambda turns: turns[0].arrival or 0)
         rows = [
             dataclasses.replace(
                 item.row,
@@ -405,7 +403,7 @@ class _Reader:
             for turns in ordered
             for turn, item in enumerate(turns)
         ]
-        return rows, moved and ordered[0][0].arrival is not None
+        return rows, times != sorted(times)
 
     def _check_times(self, found: list[tuple[int, _Row]], firsts: list[_Row]) -> None:
         timed, begins = found[0][1].arrival is not None, {id(item) for item in firsts}
@@ -426,11 +424,23 @@ class _Reader:
         if self.declared.known_only:
             _check_fields(self.path, number, list(fields), tuple(self.declared.columns.values()))
 
-    def _parse_prompt(self, number: int, given: Mapping[str, object]) -> tuple[np.ndarray | None, int]:
-        """Return the token ids of a prompt if the file has them, and their number."""
+    def _check_present(self, number: int, given: Mapping[str, object], fields: Mapping[str, object]) -> None:
+        """Raise UsageError if a request lacks a length, has two, or lacks its time in a format in which every request has one."""
         if PROMPT in self.declared.columns and (PROMPT in given) == (INPUT in given):
             both = "both 'prompt' and 'input_tokens'" if PROMPT in given else "neither 'prompt' nor 'input_tokens'"
             _raise_error(self.path, number, f"{both}; give the token ids, or how many there are")
+        needed = [
+            *([] if PROMPT in self.declared.columns else [INPUT]),
+            OUTPUT,
+            *([ARRIVAL] if self.whole_times else []),
+        ]
+        for ours in needed:
+            if given.get(ours) is None:
+                name, has = self.declared.columns.get(ours, ours), ", ".join(list(fields)[:MAX_SHOWN_COLUMNS])
+                _raise_error(self.path, number, f"no '{name}', only {has}")
+
+    def _parse_prompt(self, number: int, given: Mapping[str, object]) -> tuple[np.ndarray | None, int]:
+        """Return the token ids of a prompt if the file has them, and their number."""
         if PROMPT not in given:
             return None, self._parse_tokens(number, given, INPUT)
         value = given[PROMPT]
@@ -439,10 +449,7 @@ class _Reader:
         return np.array(value, dtype=np.int32), len(value)
 
     def _parse_tokens(self, number: int, given: Mapping[str, object], ours: str) -> int:
-        name = self.declared.columns.get(ours, ours)
-        if ours not in given:
-            _raise_error(self.path, number, f"no '{name}'")
-        value = given[ours]
+        name, value = self.declared.columns[ours], given[ours]
         if not _is_int(value):
             _raise_error(self.path, number, f"'{name}' is {value!r}, not a whole number")
         if value < 1:
@@ -480,8 +487,6 @@ class _Reader:
         name = self.declared.columns.get(ARRIVAL, ARRIVAL)
         value = given.get(ARRIVAL)
         if value is None:
-            if self.whole_times:  # of a format in which every request has a time
-                _raise_error(self.path, number, f"no '{name}'")
             return None
         if self.reading.unit == DATE:
             if (moment := formats.parse_date(value)) is None:

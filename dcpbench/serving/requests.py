@@ -73,6 +73,11 @@ class ServeRequest:
         return len(self.source)
 
     @property
+    def session_turn(self) -> tuple[int, int] | None:
+        """Return session and turn, which requests of sub-agents share; None without a session."""
+        return None if self.session is None else (self.session, self.turn)
+
+    @property
     def ids(self) -> np.ndarray:
         """Return the token ids that the model reads; `prompt`, which is the same on every rank, is the key of the
         prefix cache.

@@ -111,6 +111,13 @@ class Replica:
         """Return the number of pages that are free or can be evicted."""
         return self.allocator.free_pages + self.cache.evictable
 
+    def count_admission_pages(self, node: Node) -> int:
+        """Return the number of pages that a sequence with this cached prefix, which cannot be evicted for it, could allocate."""
+        self.cache.lock(node)
+        available = self.available_pages
+        self.cache.unlock(node)
+        return available
+
     def make_free_pages(self, pages: int) -> None:
         """Evict cached pages until `pages` pages are free or no page can be evicted."""
         missing = pages - self.allocator.free_pages
@@ -322,10 +329,7 @@ class Scheduler:
             return False
         pages, node = self._match_prefix(replica, sequence)
         need = replica.allocator.count_pages(self._count_prompt_tokens(sequence)) - len(pages)
-        replica.cache.lock(node)  # cached pages that it would read cannot be evicted for it
-        available = replica.available_pages
-        replica.cache.unlock(node)
-        return need + self._count_reserved_pages(replica) <= available
+        return need + self._count_reserved_pages(replica) <= replica.count_admission_pages(node)
 
     def _count_prompt_tokens(self, sequence: Sequence) -> int:
         """Return the tokens with KV of a sequence that starts: the known ones and, behind them, those of the passes that draft."""

@@ -175,7 +175,7 @@ class _PrefillBatch:
         scheduler = self.scheduler
         pages, node = scheduler.find_prefix(sequence)
         left = sequence.target - len(pages) * self.page
-        free = scheduler.count_admission_pages(node) * self.page - self.reserved
+        free = scheduler.replica.count_admission_pages(node) * self.page - self.reserved
         if left + _count_new_tokens(sequence) + self.page >= free:
             scheduler.full = True
             return False

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.batches import CHUNK_TILE, GRAPH_BATCHES, compute_batch_rows, compute_chunk_rows, pad_to_size
+from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -162,8 +163,8 @@ class DecodeTimes:
         surface, each = self.surface, kv_tokens / rows
         if not surface.sizes[0] <= rows <= surface.sizes[-1] or each > surface.compute_max_x(rows):
             raise _make_outside_error(
-                f"{rows} decode rows with {kv_tokens:,} KV tokens",
-                f"{surface.sizes[0]} to {surface.sizes[-1]} rows, there with {surface.compute_max_x(rows):,.0f} tokens each",
+                f"{format_count(rows, 'decode row')} with {kv_tokens:,} KV tokens",
+                f"{surface.sizes[0]} to {surface.sizes[-1]} rows, with up to {surface.compute_max_x(rows):,.0f} tokens each",
             )
         return surface(rows, each)
 
@@ -276,7 +277,7 @@ class PrefillTimes:
         if not surface.sizes[0] <= rows <= self.most or x > surface.compute_max_x(rows) + 1:
             raise _make_outside_error(
                 f"{rows:,} rows whose chunks' tokens attend to {x:,.0f} tokens on average",
-                f"{surface.sizes[0]:,} to {self.most:,} rows, there with {surface.compute_max_x(rows):,.0f} tokens",
+                f"{surface.sizes[0]:,} to {self.most:,} rows, with up to {surface.compute_max_x(rows):,.0f} tokens",
                 "a smaller --prefill chunk or load" if rows > self.most else "a smaller load",
             )
         return surface(rows, x) + (self.begin.predict_clamped(rows) + self.gather_ms * prefix if prefix else 0.0)
@@ -353,8 +354,8 @@ class MixedTimes:
         most = compute_batch_rows(self.sizes[-1] + 1)
         if not self.sizes[0] <= rows <= most or each > max_x:
             raise _make_outside_error(
-                f"{rows} decode rows with {batch.kv_tokens:,} KV tokens in a step with chunks",
-                f"{self.sizes[0]} to {most} rows, there with {max_x:,.0f} tokens each",
+                f"{format_count(rows, 'decode row')} with {batch.kv_tokens:,} KV tokens in a step with chunks",
+                f"{self.sizes[0]} to {most} rows, with up to {max_x:,.0f} tokens each",
             )
         fewer, more = ((1 - weight) * below(each) + weight * above(each) for below, above, weight in near)
         return (1 - share) * fewer + share * more
@@ -582,6 +583,6 @@ class StepModel:
 
 def _make_outside_error(what: str, measured: str, less: str = "a smaller load") -> UsageError:
     return UsageError(
-        f"no step time is known for {what}: measured were {measured}. Measure again with the points that need it "
+        f"no step time is known for {what}. Measured were {measured}. Measure again with the points that need it "
         f"(leave --step-times out), or give {less}."
     )

@@ -100,7 +100,9 @@ class Traffic:
         self.sample_of: dict[int, RequestResult] = {}  # sample by request number
         self.in_flight = 0  # number of requests
         self.begun = self.ended = 0  # number of sessions
-        self.turns: list[tuple[float, int, ServeRequest]] = []  # heap of pending turns: due time, number, request
+        self.turns: list[
+            tuple[float, int, ServeRequest]
+        ] = []  # heap of pending turns: due time, number (unique), request
         self.free_s: collections.deque[float] = collections.deque()  # since when clients have no session
         self.stopped = False
 
@@ -141,7 +143,7 @@ class Traffic:
 
     def list_next_turns(self, count: int) -> list[int]:
         """Return the numbers of the next turns, in the order in which they are due."""
-        return [number for _, number, _ in sorted(self.turns, key=_get_place)[:count]]
+        return [number for _, number, _ in sorted(self.turns)[:count]]
 
     def submit(self, turns: int, sessions: int, now_s: float, order: SequenceOf[int] | None = None) -> None:
         """Submit the next requests. Their latency counts from their due time, or from when their client was free.
@@ -271,9 +273,5 @@ def _group_turns(requests: SequenceOf[ServeRequest]) -> dict[int, _Turn]:
 
 
 def _get_turn(request: ServeRequest) -> tuple[int, int]:
-    """Return the key of a turn: the session, or of a request without one its number, and the turn's number."""
-    return (-1 - request.number if request.session is None else request.session), request.turn
-
-
-def _get_place(turn: tuple[float, int, ServeRequest]) -> tuple[float, int]:
-    return turn[0], turn[1]
+    """Return the key of a turn; of a request without a session one of its own."""
+    return request.session_turn or (-1 - request.number, 0)

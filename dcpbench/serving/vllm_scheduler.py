@@ -81,7 +81,7 @@ class VllmScheduler(EngineScheduler):
             sequence = self.waiting[0]
             pages, node = self.find_prefix(sequence)
             missing = self.count_missing_pages(sequence, sequence.target, len(pages))
-            if missing > self.count_admission_pages(node):
+            if missing > replica.count_admission_pages(node):
                 return
             tokens = self._limit_tokens(sequence.target - self.count_hits(sequence, pages), budget)
             self.waiting.popleft()

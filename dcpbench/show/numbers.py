@@ -15,6 +15,7 @@ MICROSECONDS = ((1e6, "s"), (1e3, "ms"), (1.0, "µs"))
 BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1.0, "B"))  # largest first, with sizes; decimal units for bytes
 MINUTE, HOUR = 60, 3600
 WHOLE_FROM = 10  # per cents without decimals
+MIN_PERCENT = 0.01  # smallest per cent that is written as a number
 
 
 def is_missing(value: object) -> bool:
@@ -64,10 +65,12 @@ def format_integer(value: float | None) -> str:
 
 
 def format_percent(value: float | None) -> str:
-    """Return `2.5 %` for 0.025: a share, to two digits, as an integer from 10."""
+    """Return `2.5 %` for 0.025: a share, to two digits, as an integer from 10; `< 0.01 %` for smaller ones."""
     if not _is_known(value):
         return ABSENT
     share = value * 100
+    if 0 < share < MIN_PERCENT:
+        return f"< {MIN_PERCENT} %"
     return f"{share:,.0f} %" if WHOLE_FROM <= abs(share) < math.inf else f"{share:.2g} %"
 
 

@@ -16,6 +16,7 @@ from dcpbench.reports.page import render
 from tests.browser import pages
 from tests.browser.test_report import ROWS, draw_panels, hover
 from tests.unit import engine_files_builder, record_builder, serve_record_builder
+from tests.unit.serve_record_builder import TP
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -289,3 +290,18 @@ def test_run_without_finished_points_has_a_page_with_the_refusal(tmp_path: Path,
     assert page.get_by_text("try --dcp 4").first.is_visible()
     assert not page.locator("#filters").is_visible()
     assert page.locator("#explore").count() == 0
+
+
+def test_layouts_drawn_side_by_side_stay_inside_the_frame(tmp_path: Path, visit: Visit) -> None:
+    """Five numbers of instances of tp4 have one colour, at two loads."""
+    points = [
+        serve_record_builder.point(TP, concurrency, {"mode": "replay"}, disaggregate=instances)
+        for concurrency in (4, 8)
+        for instances in ("", "2", "3", "4", "5")
+    ]
+    page = visit(pages.page(tmp_path, [serve_record_builder.served(point) for point in points]))
+    chart = draw_panels(page, "throughput-serve-replay").first
+    xs = chart.evaluate("(one) => one.data.flatMap((trace) => [...trace.x])")
+    low, high = chart.evaluate("(one) => one._fullLayout.xaxis.range")
+    assert len(set(xs)) == 10
+    assert low < min(xs) < max(xs) < high

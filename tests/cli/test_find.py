@@ -92,7 +92,8 @@ def test_search_without_a_solution_exits_with_3(call, replay: list[str], tmp_pat
     [
         (["--find", "rate"], "add for example --slo"),
         (["--find", "rate", "--slo", "ttft=9", "--request-rate", "2"], "--find rate and --request-rate contradict"),
-        (["--find", "concurrency=1-500", "--slo", "ttft=9"], "--concurrency 500 is more than there are requests (96)"),
+        (["--find", "concurrency=1-500", "--slo", "ttft=9"], "requests (96); write concurrency=1-96, or use"),
+        (["--find", "concurrency=97-500", "--slo", "ttft=9"], "requests (96); use --num-requests 5000."),
         (["--find", "users", "--slo", "ttft=9"], "searches for one of concurrency and rate"),
     ],
 )

@@ -177,7 +177,7 @@ def test_rate_of_inf_is_explained(call) -> None:
         (["--prefill", "flashinfer"], "use --prefill sdpa"),
         (["--step-times", "x"], "add --mode replay"),
         (["--mode", "replay", "--step-times", "x"], "no such file"),
-        (["--kv-memory", "1KiB"], "all requests here need"),
+        (["--kv-memory", "1KiB"], "to serve all requests, give --kv-memory"),
         (["--resume"], "--resume needs the run to continue"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",

@@ -120,9 +120,9 @@ def record_requests(tmp_path: Path) -> Requests:
 def test_requests_cut_off_before_their_first_token_are_in_flight(record_requests: Requests) -> None:
     """A rejected request never is in flight. All four clients are busy for 64 s, not for 32."""
     assert [t.finished for t in record_requests.times] == [True, True, False, True]
-    assert record_requests.waiting_s == [32.0]
+    assert record_requests.waiting == [(32.0, None)]
     assert formulas.find_steady_window(record_requests.times, CLIENTS) == (0.0, 32.0)
-    assert formulas.find_steady_window(record_requests.times, CLIENTS, record_requests.waiting_s) == (0.0, 64.0)
+    assert formulas.find_steady_window(record_requests.times, CLIENTS, record_requests.waiting) == (0.0, 64.0)
 
 
 def test_steady_window_is_that_of_the_record(record_requests: Requests) -> None:

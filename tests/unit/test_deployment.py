@@ -376,6 +376,17 @@ class TestConservation:
         assert len(set(numbers)) == len(numbers)
         assert {row.outcome for row in make_rows(found.traffic.samples)} == {"finished", "cancelled"}
 
+    @pytest.mark.parametrize("limit_s", [0.2, 0.21, 0.22, 0.23])
+    def test_all_admitted_requests_have_an_instance_at_the_time_limit(self, limit_s: float) -> None:
+        """This includes those that finish with a step that runs at the limit."""
+        both = replay_requests(
+            load(1, 40), Deployment([Scheduler(config(pages=60)) for _ in "12"]), 8, Fixed(), limit_s
+        )
+        for found in both, replay_disaggregated(load(1, 40), 8, limit_s=limit_s):
+            rows = make_rows(found.traffic.samples)
+            assert {row.outcome for row in rows} == {"finished", "cancelled"}
+            assert all(row.instance is not None for row in rows)
+
 
 class TestSessions:
     """Prompts and answers have 20 to 60 tokens, and pages have PAGE."""

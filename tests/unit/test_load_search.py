@@ -366,6 +366,8 @@ def test_load_holds_if_most_of_its_runs_do() -> None:
     assert not judge(make_run(90), make_run(110)).holds
     assert not judge(make_run(90, failed=1)).holds
     assert judge(make_run(90, failed=1)).reason == f"1 of {REQUESTS} requests failed or were rejected"
+    assert judge(make_run(90)).cut_off == ""
+    assert judge(make_run(90, cancelled=7)).cut_off == f"7 of {REQUESTS} requests cut off, with unknown latency"
     lost = msgspec.structs.replace(get_record(), outcome="failed", reason="the server died", serve=None)
     assert (judge(lost).holds, judge(lost).reason) == (False, "the server died")
     assert one.slo_ratio == pytest.approx(0.95)

@@ -306,7 +306,7 @@ def test_invalid_objectives_raise_usage_error(value: object, message: str) -> No
     ("changes", "concurrency", "name"),
     [
         ({}, 8, "8 clients, 8 × 10→3 tokens"),
-        ({"prefix_share": 0.25, "prefix_groups": 2}, 1, "1 client, 8 × 10→3 tokens, 25% shared by 2"),
+        ({"prefix_share": 0.25, "prefix_groups": 2}, 1, "1 client, 8 × 10→3 tokens, 25% shared by 2 groups"),
         ({"arrival": GAMMA, "request_rate": 0.5, "paced": True}, 512, "0.5 req/s, 8 × 10→3 tokens"),
         ({"arrival": GAMMA, "request_rate": 0.5}, 512, "0.5 req/s, as drawn, 8 × 10→3 tokens"),
         (

@@ -95,8 +95,15 @@ def test_cancelled_request_is_in_flight_until_the_end_of_the_run() -> None:
     requests = [RequestTimes(0.0, (1.0, 2.0, 3.0, 4.0)), RequestTimes(1.0, (2.0,), finished=False)]
     assert formulas.find_steady_window(requests, 2) == (1.0, 4.0)
     assert formulas.compute_tok_s_within(requests, (1.0, 4.0)) == pytest.approx(4 / 3)
-    assert formulas.find_steady_window(requests, 3, waiting_s=[2.0]) == (2.0, 4.0)
+    assert formulas.find_steady_window(requests, 3, waiting=[(2.0, None)]) == (2.0, 4.0)
     assert not formulas.has_met_slo(requests[1], {})
+
+
+def test_requests_of_sub_agents_are_in_flight_as_one_client() -> None:
+    """Client 1 has two requests at once until 4 s, client 2 one until 2 s: both are in flight for 2 s."""
+    requests = [RequestTimes(0.0, (end,), turn=turn) for end, turn in ((4.0, (1, 0)), (3.0, (1, 0)), (2.0, (2, 0)))]
+    assert formulas.find_steady_window(requests, 2) == (0.0, 2.0)
+    assert formulas.find_steady_window(requests, 2, waiting=[(1.0, (2, 0))]) == (0.0, 4.0)
 
 
 def test_throughput_per_gpu_divides_by_tp() -> None:

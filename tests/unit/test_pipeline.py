@@ -200,6 +200,11 @@ class TestLayouts:
         with pytest.raises(LayoutError, match="61 layers, fewer than --stages pp=62"):
             Layout(1, pp=62).check_model(V3)
 
+    @pytest.mark.parametrize("command", ["serve --dry-run --gpu H200", "recommend --machine H200"])
+    def test_micro_batches_without_stages_are_refused(self, capsys, command: str):
+        code, _, err = run(capsys, *command.split(), "--stages", "micro-batches=3")
+        assert (code, "micro-batches=3 has no effect without pipeline stages; add for example pp=2" in err) == (2, True)
+
     def test_expert_parallelism_includes_the_pcp_ranks(self):
         assert make_point(tp=4, pcp=2, ep=MOE_EP).ep_degree == 8
 

@@ -412,5 +412,5 @@ def test_report_keeps_loads_of_files_and_agents(tmp_path: Path) -> None:
     shapes = set(frames.served["shape"])
     assert any("requests of a.jsonl · 3 sessions" in shape for shape in shapes)
     assert any(
-        "lognormal:1.2:0.8 s between them, 80 tokens that all begin with, 25% from an earlier" in s for s in shapes
+        "lognormal:1.2:0.8 s between turns, 80 shared system tokens, 25% of turns from an earlier" in s for s in shapes
     )

@@ -465,7 +465,7 @@ class TestLabels:
         changes: list[dict[str, Any]] = [{}, {"turns": "4", "think_time": 5.0, "turn_tokens": "200"}]
         found = loaded(tmp_path, *(build.served(build.point(TP, changed=load)) for load in changes)).served
         alone, session = sorted(found["rest"], key=len)
-        assert session == f"{alone} · sessions of 4 turns, 200 tokens each later one, 5 s between them"
+        assert session == f"{alone} · sessions of 4 turns, 200 new tokens each later turn, 5 s between turns"
         assert "turn" not in alone
 
     def test_labels_contain_what_differs_between_loads(self, tmp_path: Path) -> None:

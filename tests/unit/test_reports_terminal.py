@@ -10,11 +10,13 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pandas as pd
 import pytest
 from rich.console import Console
 
 from dcpbench.points.layout import Layout
+from dcpbench.records.record import SpeculationMetrics
 from dcpbench.reports import dataframes, points_export, render_terminal_table, terminal_tables
 from dcpbench.reports.terminal_tables import Column, FittedTable
 from tests.unit import record_builder as build
@@ -222,3 +224,25 @@ def test_note_counts_cancelled_and_rejected_requests(
     plain = {"shown": "", "label": "tp4", "arrival": "closed 8", "preemptions": 0, "slo": "", "load_arrival": "closed"}
     points = pd.DataFrame([plain | {"cancelled": cancelled, "rejected": rejected}])
     assert terminal_tables._format_notes(points) == notes
+
+
+@pytest.mark.parametrize(
+    ("drafts", "load", "notes"),
+    [
+        (0, {}, [terminal_tables.GAPS_WITH_PREFILLS]),
+        (0, {"arrival": "gamma", "request_rate": 2.0}, []),
+        (1, {}, [terminal_tables.GAPS_WITH_DRAFTS]),
+    ],
+)
+def test_note_on_gaps_suits_the_load_and_drafts(
+    drafts: int, load: dict[str, Any], notes: list[str], tmp_path: Path
+) -> None:
+    """Output is below concurrency × 1000 / ITL only in closed loops, and not where most gaps are 0."""
+    record = serve_record_builder.served(
+        serve_record_builder.point(changed=load, mtp=drafts, acceptance="0.5" * drafts)
+    )
+    seen = SpeculationMetrics(draft_tokens=1, tokens_per_step=1.5) if drafts else None
+    record = msgspec.structs.replace(record, serve=msgspec.structs.replace(record.serve, speculation=seen))
+    text = print_lines(render_terminal_table([build.write(tmp_path / "run", [record])]), 400)
+    explained = next(line for line in text if line.startswith(terminal_tables.SERVED_OUTPUT))
+    assert explained == terminal_tables.SERVED_OUTPUT + "".join(notes)

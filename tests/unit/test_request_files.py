@@ -89,6 +89,9 @@ class TestFormats:
         assert read(OWN).sha256 == read(OWN).sha256 != read(OWN + "\n").sha256
 
 
+SESSION_LINES = (("a", ', "timestamp": 5'), ("b", ', "timestamp": 6'), ("a", ""), ("b", ""))
+
+
 class TestOrder:
     def test_unsorted_requests_are_sorted_and_flagged(self, read) -> None:
         trace = read("arrival_s,input_tokens,output_tokens\n2,1,1\n1,2,1\n1,3,1\n")
@@ -97,6 +100,13 @@ class TestOrder:
 
     def test_equal_times_count_as_sorted(self, read) -> None:
         assert not read("arrival_s,input_tokens,output_tokens\n1,2,1\n1,3,1\n").sorted
+
+    def test_turns_of_mixed_sessions_do_not_count_as_unsorted(self, read) -> None:
+        """Lines of two sessions alternate, and the first turns are in order."""
+        lines = [f'{{"session_id": "{s}", "input_length": 3, "output_length": 4{t}}}' for s, t in SESSION_LINES]
+        trace = read("\n".join(lines))
+        assert [(row.arrival_s, row.turn) for row in trace.rows] == [(0.0, 0), (None, 1), (0.001, 0), (None, 1)]
+        assert not trace.sorted
 
     def test_negative_times_are_relative_to_the_first(self, read) -> None:
         assert sizes(read("arrival_s,input_tokens,output_tokens\n-2,1,1\n0,1,1\n"))[1][0] == 2.0
@@ -144,7 +154,10 @@ class TestOrder:
         ('{"prompt": [1], "prefix_group": 1, "output_tokens": 4}', "both 'prompt' and 'prefix_group'"),
         ('{"input_tokens": 3, "output_tokens": 4, "prefix_group": -1}', "'prefix_group' is -1"),
         (MOONCAKE.replace('"timestamp": 5, ', ""), "line 1: no 'timestamp'"),
-        (MOONCAKE.replace('"output_length": 4', '"x": 4'), "line 1: no 'output_length'"),
+        (
+            MOONCAKE.replace('"output_length": 4', '"x": 4'),
+            "line 1: no 'output_length', only timestamp, input_length, x.",
+        ),
         (MOONCAKE.replace("3", "-3"), "'input_length' is -3"),
         (MOONCAKE.replace("5", "Infinity"), "'timestamp' is inf, not a time"),
         (MOONCAKE[:-1] + ', "hash_ids": [1, 2]}', "2 'hash_ids' for 3 tokens, which are 1 blocks of 512"),

@@ -12,6 +12,7 @@ import pytest
 
 from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.points.point import Load, Point
+from dcpbench.records.record import SpeculationMetrics
 from dcpbench.serving.outcome import (
     CANCELLED,
     FINISHED,
@@ -120,6 +121,8 @@ class TestMetrics:
         )
         assert format_summary(done) == "2 tok/s, TTFT 1,000.0 ms, ITL 1,000.0 ms"
         assert format_summary(cut) == "2 tok/s"
+        drafted = msgspec.structs.replace(done, speculation=SpeculationMetrics(draft_tokens=1, tokens_per_step=2))
+        assert format_summary(drafted) == "2 tok/s, TTFT 1,000.0 ms, TPOT 1,000.0 ms"
 
     def test_rejected_request_is_only_counted(self) -> None:
         """The request has 2,000 tokens, and the cache 1,600."""

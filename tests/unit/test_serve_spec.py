@@ -478,7 +478,7 @@ class TestPools:
         """
         found = self.expand_v3(kv_memory="50MiB", output_tokens=1500)
         assert isinstance(found.error, CapacityError)
-        assert "all requests here need 98.7MiB or more" in str(found.error)
+        assert "to serve all requests, give --kv-memory 98.7MiB or more" in str(found.error)
         assert self.expand_v3(kv_memory="98.7MiB", output_tokens=1500).error is None
         assert self.expand_v3(kv_memory="98.6MiB", output_tokens=1500).error is not None
 

@@ -89,7 +89,7 @@ class TestLoads:
 
     def test_load_text_describes_the_sessions(self) -> None:
         text = format_load(make_load(turns="4", turn_tokens="7", think_time=2.5), 3)
-        assert "in sessions of 4 turns, 7 tokens each later one, 2.5 s between them" in text
+        assert "in sessions of 4 turns, 7 new tokens each later turn, 2.5 s between turns" in text
 
 
 def replay(load: Load, clients: int | None, **changes: object) -> Traffic:
@@ -274,6 +274,9 @@ def test_metrics_and_table_have_the_cached_tokens_of_each_turn() -> None:
         ["3", "4", "100", "64 %"],
     ]
     assert build_table(frames, "replay").rows == []
+    point = msgspec.structs.replace(point, load=make_load(turns="2", subagents=3))
+    frames = SimpleNamespace(records=[SimpleNamespace(serve=found, point=point)])
+    assert [row[2] for row in build_table(frames, "live").rows] == ["1", "1, sub-agents", "2"]
 
 
 def test_concurrency_above_the_number_of_sessions_is_refused() -> None:
@@ -285,6 +288,10 @@ def test_concurrency_above_the_number_of_sessions_is_refused() -> None:
     ):
         list(ServeLoads(**plain, concurrency=(4,), turns="8").iter_loads())
     assert [c for c, _ in ServeLoads(**plain, concurrency=(2,), turns="8").iter_loads()] == [2]
+    with pytest.raises(
+        UsageError, match="use --num-requests 128, or a smaller"
+    ):  # 4 turns, 3 times 20 sub-agents: 64 each
+        list(ServeLoads(**plain, concurrency=(2,), turns="4", subagents=20).iter_loads())
     assert read_loads({"turns": "8"}, plain | {"concurrency": (4,)})[0].concurrency == (2,)
     assert read_loads({}, plain | {"concurrency": (4,)})[0].concurrency == (4,)
 
@@ -509,4 +516,4 @@ class TestSubAgents:
             ServeLoads(num_requests=8, input_tokens=("10",), output_tokens=("5",), chunk=(64,), **options)
 
     def test_words(self) -> None:
-        assert "4 sub-agents at once after each but the last" in format_load(self.LOAD, 2)
+        assert "4 sub-agents after each turn but the last" in format_load(self.LOAD, 2)

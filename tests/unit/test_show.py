@@ -79,6 +79,7 @@ class TestNumbers:
     def test_percentages_ratios_and_integers_have_their_sign(self) -> None:
         """The share 0.0296 is 3 % with two digits, and None is a dash."""
         assert (format_percent(0.0296), format_percent(None)) == ("3 %", "—")
+        assert (format_percent(0), format_percent(1e-4), format_percent(1.8e-7)) == ("0 %", "0.01 %", "< 0.01 %")
         assert (format_percent(0.999), format_percent(1.23), format_percent(12.3)) == ("100 %", "123 %", "1,230 %")
         assert (format_ratio(1.0312), format_ratio(2, 2), format_ratio(None)) == ("1.031×", "2.00×", "—")
         assert (format_integer(128_000.4), format_integer(None)) == ("128,000", "—")

@@ -102,11 +102,11 @@ dcp.charts = (() => {
   }
 
   /** Return the positions of a series' points along an axis: series of one layout that share a load are drawn side by side, as one
-      would hide the other, within half the distance to the next load. */
+      would hide the other, within half the distance to the next load and inside the frame. */
   function placeSideBySide(points, axis) {
     const place = axis.type === "log" ? [Math.log10, (v) => 10 ** v] : [(v) => v, (v) => v];
     const at = [...new Set(points.map(along))].map(place[0]).sort((a, b) => a - b);
-    const gap = Math.min(...at.slice(1).map((v, i) => v - at[i]), Infinity);
+    const gap = Math.min(...at.slice(1).map((v, i) => v - at[i]), 3 * (at[0] - axis.range[0]));
     const shifts = new Map();
     for (const [, own] of grouped(points, (p) => series[p.series].colour)) {
       const shared = [...grouped(own, along).values()].some((here) => new Set(here.map((p) => p.series)).size > 1);
@@ -139,7 +139,8 @@ dcp.charts = (() => {
   const along = (point) => (point.arrival === "gamma" ? point.load_request_rate : point.concurrency);
   const byLoad = (points) => [...points].sort((a, b) => along(a) - along(b));
   const switchedOn = (figure, points) => points.filter((p) => !figure.off.has(series[p.series].name));
-  const against = (point) => (point.arrival === "gamma" ? "request rate (requests/s)" : "concurrency (requests in flight)");
+  const AGAINST = { gamma: "request rate (requests/s)", closed: "concurrency (closed loop)" }; // by arrival of served requests
+  const against = (point) => AGAINST[point.arrival] ?? "concurrency (requests in flight)";
 
   /** Draw lines over load; `stats` are [column, name] pairs: the first is a line, the others are dashes. */
   function overLoad(figure, points, stats) {
