@@ -1,4 +1,4 @@
-"""Find the highest load that holds the SLO: bounds, the next load to measure, and what the measured loads show. No torch."""
+"""Find the highest load that meets the SLO: bounds, the next load to measure, and what the measured loads show. No torch."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def check_search(bounds: LoadRange, given: Mapping[str, object]) -> None:
     """Raise UsageError for options that a search contradicts, and without objectives."""
     if not given.get("slo"):
         raise UsageError(
-            "--find searches for the highest load that holds an SLO; add for example --slo ttft=2000,itl=60."
+            "--find searches for the highest load that meets an SLO; add for example --slo ttft=2000,itl=60."
         )
     taken = ["request_rate", *(["concurrency"] if bounds.name == CONCURRENCY else [])]
     for name in (name for name in taken if given.get(name) is not None):
@@ -246,12 +246,12 @@ class MeasuredLoad:
 
     @property
     def held(self) -> int:
-        """Return how many of its runs hold the SLO."""
+        """Return how many of its runs meet the SLO."""
         return sum(does_hold(record, self.slo) for record in self.records)
 
     @property
     def holds(self) -> bool:
-        """Return True if more than half of its runs hold the SLO, so that the one in the middle does."""
+        """Return True if more than half of its runs meet the SLO, so that the one in the middle does."""
         return self.slo_ratio <= 1
 
     @property
@@ -310,7 +310,7 @@ def does_hold(record: Record, slo: Mapping[str, float]) -> bool:
 
 
 def _compute_slo_ratio(record: Record, slo: Mapping[str, float]) -> float:
-    """Return the largest latency of a run over its limit; infinite if the run does not hold the SLO for another reason."""
+    """Return the largest latency of a run over its limit; infinite if the run does not meet the SLO for another reason."""
     slo_ratio = math.inf if record.serve is None else _compute_excess(judge_latencies(record.serve, slo))
     return slo_ratio if slo_ratio > 1 or does_hold(record, slo) else math.inf
 
@@ -419,8 +419,8 @@ class FoundLoad:
     def _format_limit(self) -> str:
         limit, failed = self.highest_passing_load, self.failed
         if limit is None:
-            return f"{self.label}: no load holds the SLO; the lowest is {self._format_load(self.measured[0])}."
-        text = f"{self.label}: the highest load that holds the SLO is {self._format_load(limit)}"
+            return f"{self.label}: no load meets the SLO; the lowest is {self._format_load(self.measured[0])}."
+        text = f"{self.label}: the highest load that meets the SLO is {self._format_load(limit)}"
         if failed is None:
             return f"{text}, the upper bound of the search; the limit may be higher."
         if self.unmeasured:
