@@ -431,7 +431,7 @@ class FoundLoad:
         """Return a load with its latencies, or why it has none: `12 clients (TTFT p99 512 ms, ITL p99 41 ms; 310 tok/s)`."""
         parts = [", ".join(judged.format() for judged in one.objectives)]
         parts += [f"{one.metrics.output_tok_s:,.4g} tok/s"] if one.metrics else []
-        parts += [one.reason, "" if self.replayed else f"{one.held} of {len(one.records)} runs hold"]
+        parts += [one.reason, "" if self.replayed else f"{one.held} of {len(one.records)} runs meet the SLO"]
         return f"{self.bounds.format(one.load)} ({'; '.join(filter(None, parts))})"
 
     def _format_runs(self) -> str:
@@ -445,8 +445,8 @@ class FoundLoad:
         """Return a sentence if a higher load holds and a lower one does not, or if a latency falls; empty otherwise."""
         if self.higher and self.failed:
             return (
-                f"Latency does not rise with the load: {self._format_load(self.higher)} hold although "
-                f"{self.bounds.format(self.failed.load)} do not, so that other loads between may hold or not."
+                f"Latency does not rise with the load: {self._format_load(self.higher)} meet the SLO although "
+                f"{self.bounds.format(self.failed.load)} do not, so that loads between may meet it or not."
             )
         if self.falling:
             below, above, number = self.falling

@@ -280,7 +280,11 @@ def format_break_even(choices: Sequence[Choice]) -> str:
             if least is None
             else "the best layout with DCP is clearly ahead of every layout without DCP"
         )
-        gain = f": its output is {numbers.format_value_range(ratios)} that of the best layout without DCP" if ratios else ""
+        gain = (
+            f": its output is {numbers.format_value_range(ratios)} that of the best layout without DCP"
+            if ratios
+            else ""
+        )
         sentences.append(f"With {of}, {ahead} {where}{gain}.")
     return " ".join(sentences)
 

@@ -339,7 +339,7 @@ def test_latency_that_falls_with_the_load_is_named(replayed: bool) -> None:
     assert found.higher is not None
     assert found.higher.load >= 32
     assert "Latency does not rise with the load: " in found.format()
-    assert "hold although 12 clients do not" in found.format()
+    assert "meet the SLO although 12 clients do not" in found.format()
 
 
 def test_latency_that_falls_below_its_limit_is_named() -> None:
