@@ -37,7 +37,7 @@ EXIT_CODES = {
     ExitCode.OK: "success",
     ExitCode.WRONG: "a check failed or found something (verify, compare, syncs, doctor, records)",
     ExitCode.USAGE: "options or input that cannot be used",
-    ExitCode.NO_ANSWER: "no answer: not enough GPUs, memory or disk, undecided (verify, compare, syncs, recommend), or no load holds the SLO (--find)",
+    ExitCode.NO_ANSWER: "no answer: not enough GPUs, memory or disk, undecided (verify, compare, syncs, recommend), or no load meets the SLO (--find)",
     ExitCode.FAILED: "a rank, a server, a program or some points failed, or doctor could not read something",
     ExitCode.MISSING_PACKAGE: "a package is missing",
     ExitCode.INTERRUPTED: "interrupted",

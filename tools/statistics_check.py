@@ -247,8 +247,8 @@ def check_false_verdicts(draws: int) -> Table:
         rows.append((name, shares))
     return Table(
         "Comparisons: equal sides that are called different",
-        f"{draws:,} comparisons per cell, each of {ROWS} metrics; any FASTER or SLOWER counts. *4 of 2 %, 6 of 0.3 %*: launches of the sides "
-        f"scatter by 2 % and 0.3 %; in other columns by {format_percent(SCATTER)}. Documented: at most {format_percent(FALSE_VERDICTS)}, except for AR(1) "
+        f"{draws:,} comparisons per cell, each of {ROWS} metrics; any FASTER or SLOWER counts. *4 of 2 %, 6 of 0.3 %*: the sides "
+        f"scatter by 2 % and 0.3 %; in other columns, by {format_percent(SCATTER)}. Documented: at most {format_percent(FALSE_VERDICTS)}, except for AR(1) "
         f"noise and sides that scatter differently.",
         ("noise", "4, 4", "6, 6", "8, 8", "4, 8", "4 of 2 %, 6 of 0.3 %", "4 rounds", "8 rounds"),
         rows,
@@ -268,7 +268,7 @@ def check_slowdowns_found(draws: int) -> Table:
             rows.append((f"{format_percent(slowdown)}, {format_percent(scatter)}", shares))
     return Table(
         "Comparisons: slowdowns that are found",
-        f"One metric of one point, launches of each side, normal noise, {draws:,} comparisons per cell. Documented: at least "
+        f"One metric of one point, launches per side, normal noise, {draws:,} comparisons per cell. Documented: at least "
         f"{format_percent(MIN_FOUND)} of slowdowns of 5 % with four launches that scatter by {format_percent(SCATTER)}.",
         ("slowdown, scatter", *(f"{n} launches" for n in launches), "4 rounds", "8 rounds"),
         rows,
@@ -338,8 +338,8 @@ CHECKS: dict[str, Callable[[int], Table]] = {
 }
 HEAD = """# How often the statistics are wrong
 
-Written by `python -m tools.statistics_check -o docs/statistics.md`; do not edit. Every figure is simulated with dcpbench's own code; nothing was measured on a machine. A `!` marks a rate that is worse than
-documented. The rules:
+Written by `python -m tools.statistics_check -o docs/statistics.md`; do not edit. All figures are simulated with dcpbench's code; nothing was measured. A `!` marks a rate that is worse than
+documented. The rules are in
 [dashboard.md](dashboard.md#what-a-change-is), [comparing.md](comparing.md), [metrics.md](metrics.md).
 """
 

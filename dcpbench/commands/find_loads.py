@@ -1,4 +1,4 @@
-"""Search for the highest load that holds the SLO (`serve|server --find`): each measured load is a point of the run."""
+"""Search for the highest load that meets the SLO (`serve|server --find`): each measured load is a point of the run."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class LoadSearch:
         if probe.device == "cpu":
             print_stderr(CPU_NOTE)
         bounds = f"{self.bounds.low:g} to {self.bounds.format(self.bounds.high)}"
-        print_stderr(f"Searching from {bounds} for the highest load that holds the SLO. Output: {folder}")
+        print_stderr(f"Searching from {bounds} for the highest load that meets the SLO. Output: {folder}")
 
 
 def _name_layouts(layouts: Mapping[str, Point]) -> dict[str, str]:

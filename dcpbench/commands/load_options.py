@@ -34,7 +34,7 @@ class Requests(Group):
         metavar="N,…",
     )
     request_rate: str | None = WHEN(
-        "Open loop: requests per second on average, sent whether or not earlier ones are answered. inf sends all requests at once; with --concurrency it is a closed loop of that many clients, as in vLLM's bench. Default: a closed loop.",
+        "Open loop: requests per second on average, sent whether or not earlier ones are answered. inf sends all requests at once; inf with --concurrency is a closed loop of that many clients, as in vLLM's bench. Default: a closed loop.",
         metavar="R,…",
     )
     burstiness: str | None = WHEN(

@@ -25,7 +25,7 @@ MEASURE = make_panel("How it is measured")
 OUTPUT = make_panel("Output")
 MACHINES = make_panel("Machines")
 
-TP_DEGREE = "All GPUs of a layout. Together they hold one copy of the model; dp and dcp divide them. SGLang's --tp-size; vLLM's --data-parallel-size × --tensor-parallel-size."
+TP_DEGREE = "Number of GPUs of a layout, which together hold one copy of the model; dp and dcp divide this number. SGLang's --tp-size; vLLM's --data-parallel-size × --tensor-parallel-size."
 TP = f"{TP_DEGREE} Each value is one torchrun job."
 DCP_DEGREE = "Ranks that share the KV cache of one request (vLLM's --decode-context-parallel-size): a divisor of tp / dp. It adds no GPUs."
 """Help texts of --tp and --dcp, without their defaults."""

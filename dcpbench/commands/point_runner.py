@@ -402,7 +402,7 @@ def finish_run(
 ) -> int:
     """Write the report, print its path, and return an exit code: FAILED if a runnable point failed.
 
-    `found` are the results of a search, whose exit code is NO_ANSWER if no load holds the SLO.
+    `found` are the results of a search, whose exit code is NO_ANSWER if no load meets the SLO.
     """
     from dcpbench.reports import render_terminal_table, write_report
     from dcpbench.serving.run_gains import store_run_gains

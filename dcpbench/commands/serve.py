@@ -52,7 +52,7 @@ class Scheduler(Group):
         about="Pipeline stages and prefill context parallelism, with --mode replay and with --step-times measured without stages. Values separated by / are separate points.",
     )
     kv_memory: str | None = SERVED(
-        "KV pool per GPU, such as 20GiB. If it is less than the requests in flight need, some of them wait or are preempted. Default: all memory that the weights leave. If the GPUs cannot hold all layers, those that they hold stand in for the others, and the default is the KV cache of the requests in flight, as far as memory allows.",
+        "KV pool per GPU, such as 20GiB. If it is less than the requests in flight need, some of them wait or are preempted. Default: all memory that the weights leave. If the GPUs cannot hold all layers, each step runs the layers that fit several times, and the default is the KV cache of the requests in flight, as far as memory allows.",
         metavar="SIZE",
     )
 

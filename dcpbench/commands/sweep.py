@@ -53,7 +53,7 @@ class LayerOptions(opt.LayerOptions):
     mtp: Mtp | None = opt.MTP
     kv_memory: str | None = opt.HOW(
         "KV pool per GPU, such as 100GiB or 40GB. Default: all memory that the weights leave. If the GPUs "
-        "cannot hold all layers, those that they hold stand in for the others, and the default is the KV cache of the layout's largest point.",
+        "cannot hold all layers, each step runs the layers that fit several times, and the default is the KV cache of the layout's largest point.",
         metavar="SIZE",
     )
 

@@ -131,7 +131,7 @@ class RecordingOptions(Group):
 def scan(traces: Traces, gate: Gate, report: Report) -> int:
     r"""Find every place in traces of torch.profiler, or exports of nsys, where the host waits for the GPU.
 
-    Without --baseline, --max-per-step and --max-bubble-us each site is a finding. Exceptions are sites that are allowed, sites of the profiler, sites that occur only before or in the first step, and calls that need not wait. A call that found the GPU idle is a finding, too: "0 of 1 waited" means that there was nothing to wait for this time.
+    Without --baseline, --max-per-step and --max-bubble-us each site is a finding, except sites that are allowed, sites of the profiler, sites that occur only before or in the first step, and calls that need not wait. A call that found the GPU idle is also a finding: "0 of 1 waited" means that there was nothing to wait for this time.
 
     The table \[tool.dcpbench.syncs] of pyproject.toml can hold defaults of these options and a list of allowed sites; a comment `# dcpbench: allow-sync(reason)` allows its line or function.
 
@@ -209,7 +209,7 @@ class Served(Group):
 
 @register_command(app, rich_help_panel="Traces")
 def serve(served: Served, gate: Gate, report: Report) -> int:
-    """Find where a running server waits for the GPU: start its profiler, send it a small load, and scan what it wrote.
+    """Find where a running server waits for the GPU: start its profiler, send it a small load, and scan the traces.
 
     Exit codes: as for scan.
 
@@ -267,7 +267,7 @@ class BaselineOptions(Group):
 
 @register_command(app, rich_help_panel="Traces")
 def baseline(traces: Traces, written: BaselineOptions, gate: BaselineGate) -> int:
-    """Write a baseline, the current sites and how often they occur per step, so that only new or more frequent ones fail.
+    """Write the current sites and their number per step to a baseline file, so that later scans report only new or more frequent sites.
 
     Allowed sites and those of the first step only are left out. The file is sorted, to be committed.
 

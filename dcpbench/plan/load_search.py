@@ -1,4 +1,4 @@
-"""Find the highest load that holds the SLO: bounds, the next load to measure, and what the measured loads show. No torch."""
+"""Find the highest load that meets the SLO: bounds, the next load to measure, and what the measured loads show. No torch."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def check_search(bounds: LoadRange, given: Mapping[str, object]) -> None:
     """Raise UsageError for options that a search contradicts, and without objectives."""
     if not given.get("slo"):
         raise UsageError(
-            "--find searches for the highest load that holds an SLO; add for example --slo ttft=2000,itl=60."
+            "--find searches for the highest load that meets an SLO; add for example --slo ttft=2000,itl=60."
         )
     taken = ["request_rate", *(["concurrency"] if bounds.name == CONCURRENCY else [])]
     for name in (name for name in taken if given.get(name) is not None):
@@ -252,12 +252,12 @@ class MeasuredLoad:
 
     @property
     def held(self) -> int:
-        """Return how many of its runs hold the SLO."""
+        """Return how many of its runs meet the SLO."""
         return sum(does_hold(record, self.slo) for record in self.records)
 
     @property
     def holds(self) -> bool:
-        """Return True if more than half of its runs hold the SLO, so that the one in the middle does."""
+        """Return True if more than half of its runs meet the SLO, so that the one in the middle does."""
         return self.slo_ratio <= 1
 
     @property
@@ -324,7 +324,7 @@ def does_hold(record: Record, slo: Mapping[str, float]) -> bool:
 
 
 def _compute_slo_ratio(record: Record, slo: Mapping[str, float]) -> float:
-    """Return the largest latency of a run over its limit; infinite if the run does not hold the SLO for another reason."""
+    """Return the largest latency of a run over its limit; infinite if the run does not meet the SLO for another reason."""
     slo_ratio = math.inf if record.serve is None else _compute_excess(judge_latencies(record.serve, slo))
     return slo_ratio if slo_ratio > 1 or does_hold(record, slo) else math.inf
 
@@ -433,8 +433,8 @@ class FoundLoad:
     def _format_limit(self) -> str:
         limit, failed = self.highest_passing_load, self.failed
         if limit is None:
-            return f"{self.label}: no load holds the SLO; the lowest is {self._format_load(self.measured[0])}."
-        text = f"{self.label}: the highest load that holds the SLO is {self._format_load(limit)}"
+            return f"{self.label}: no load meets the SLO; the lowest is {self._format_load(self.measured[0])}."
+        text = f"{self.label}: the highest load that meets the SLO is {self._format_load(limit)}"
         if failed is None:
             return f"{text}, the upper bound of the search; the limit may be higher."
         if self.unmeasured:
@@ -445,7 +445,11 @@ class FoundLoad:
         """Return a load with its latencies, or why it has none: `12 clients (TTFT p99 512 ms, ITL p99 41 ms; 310 tok/s)`."""
         parts = [", ".join(judged.format() for judged in one.objectives)]
         parts += [f"{one.metrics.output_tok_s:,.4g} tok/s"] if one.metrics else []
-        parts += [one.reason, one.cut_off, "" if self.replayed else f"{one.held} of {len(one.records)} runs hold"]
+        parts += [
+            one.reason,
+            one.cut_off,
+            "" if self.replayed else f"{one.held} of {len(one.records)} runs meet the SLO",
+        ]
         return f"{self.bounds.format(one.load)} ({'; '.join(filter(None, parts))})"
 
     def _format_runs(self) -> str:
@@ -459,8 +463,8 @@ class FoundLoad:
         """Return a sentence if a higher load holds and a lower one does not, or if a latency falls; empty otherwise."""
         if self.higher and self.failed:
             return (
-                f"Latency does not rise with the load: {self._format_load(self.higher)} hold although "
-                f"{self.bounds.format(self.failed.load)} do not, so that other loads between may hold or not."
+                f"Latency does not rise with the load: {self._format_load(self.higher)} meet the SLO although "
+                f"{self.bounds.format(self.failed.load)} do not, so that loads between may meet it or not."
             )
         if self.falling:
             below, above, number = self.falling

@@ -437,11 +437,11 @@ class Client(StructuredOption, frozen=True, kw_only=True):
 
 
 class Find(StructuredOption, frozen=True, kw_only=True):
-    """Describe the search for the highest load that holds the SLO."""
+    """Describe the search for the highest load that meets the SLO."""
 
     option = "--find"
     text = (
-        "Search each layout for the highest load that holds --slo, by bisection, instead of measuring given loads. For example: "
+        "Search each layout for the highest load that meets --slo, by bisection, instead of measuring given loads. For example: "
         "--find rate=0.5-20 --slo ttft=2000,itl=60."
     )
     bare = "load"
@@ -468,7 +468,7 @@ class Find(StructuredOption, frozen=True, kw_only=True):
         int | None,
         Key(
             "N",
-            "runs of each live load; the load holds the SLO if more than half of its runs do. A replay is deterministic and runs once.",
+            "runs of each live load; the load meets the SLO if more than half of its runs do. A replay is deterministic and runs once.",
             "3",
         ),
     ] = None

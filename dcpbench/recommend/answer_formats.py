@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 STARTED_ENGINES = (SGLANG, VLLM)  # engines for which a command that starts the layout is printed
 DASHED = "--"  # line style of estimates
 MAX_NAMED = 4  # maximum number of layouts in a clause of the sentence
-CUT_AHEAD, EP_AHEAD, EP_LEVEL = "behind", "ahead", "not distinguishable"
+CUT_AHEAD, EP_AHEAD, EP_LEVEL = "behind", "ahead", "level"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,7 +280,11 @@ def format_break_even(choices: Sequence[Choice]) -> str:
             if least is None
             else "the best layout with DCP is clearly ahead of every layout without DCP"
         )
-        gain = f": it has {numbers.format_value_range(ratios)} the output of the best of them" if ratios else ""
+        gain = (
+            f": its output is {numbers.format_value_range(ratios)} that of the best layout without DCP"
+            if ratios
+            else ""
+        )
         sentences.append(f"With {of}, {ahead} {where}{gain}.")
     return " ".join(sentences)
 
@@ -357,7 +361,7 @@ def _iter_machine_notes(query: Query, steps: Steps) -> Iterator[str]:
     if not query.machine.card.cuda:
         yield f"{query.machine.gpu} does not run CUDA: a port of the kernels is assumed to have these ratios."
     if max(query.gpus) > 4:  # noqa: PLR2004 - the published runs'
-        yield "No step of more than 4 ranks was measured: the communication model estimates collectives of more ranks, and its error is part of the band."
+        yield "No step with more than 4 ranks was measured: the communication model estimates collectives over more ranks, and the model's error is part of the band."
 
 
 def list_unknowns(query: Query, choices: Sequence[Choice], steps: Steps) -> list[str]:

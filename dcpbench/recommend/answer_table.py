@@ -43,7 +43,7 @@ DROPPED_FIRST = ("weights\nGiB/GPU", "experts", "KV tokens", "tok/s\nper GPU", "
 LEGEND = (
     f"{RECOMMENDED.strip()} recommended, {LEVEL.strip()} not clearly behind the fastest. Among these, the layout with the most KV capacity is "
     "recommended; capacity beyond twice the load does not count. Most errors are common to all layouts, so the difference between two layouts is "
-    "more certain than their bands. Output in tok/s is an average over the load, with prefills; ITL is the median gap between two tokens of a "
+    "more certain than their bands suggest. Output in tok/s is an average over the load, with prefills; ITL is the median gap between two tokens of a "
     "request, and 0 if most tokens arrive together with others (--mtp). KV requests: requests of the longest length that fit at once, in whole pages; the last token of an "
     "answer needs no KV. dpN: N attention replicas inside tp, each of tp / N GPUs. Evidence names an engine if it is not dcpbench's own."
 )

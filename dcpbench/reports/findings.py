@@ -450,11 +450,9 @@ def format_repeats_sentence(apart: Sequence[float]) -> str:
     within = f"{REPEATS_AGREE_WITHIN:.0%}".replace("%", " %")
     points = format_count(len(apart), "point")
     if wide:
-        verb = "disagrees" if wide == 1 else "disagree"
-        return f"Repeats: {wide} of {points} measured more than once {verb} by more than {within}."
-    if len(apart) == 1:
-        return f"Repeats: the one point measured more than once agrees within {format_percent(max(apart))}."
-    return f"Repeats: all {points} measured more than once agree within {format_percent(max(apart))}."
+        return f"Repeats differ by more than {within} at {wide} of {points} measured more than once."
+    where = "the one point" if len(apart) == 1 else f"all {points}"
+    return f"Repeats agree within {format_percent(max(apart))} at {where} measured more than once."
 
 
 def _compare_with_others(points: pd.DataFrame, against_best: pd.DataFrame) -> pd.DataFrame:

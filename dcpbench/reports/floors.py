@@ -84,7 +84,7 @@ def format_short_sentence(points: pd.DataFrame) -> str:
         else ""
     )
     text = f"A step takes {over} the minimum time that the hardware allows."
-    return f"{text} {format_capitalized(f'{where}most of the time above it is in {lost}')}." if lost else text
+    return f"{text} {format_capitalized(f'{where}most of the time above this minimum is in {lost}')}." if lost else text
 
 
 def format_decode_sentences(points: pd.DataFrame) -> list[str]:

@@ -158,7 +158,9 @@ def list_caveats(frames: Frames) -> list[str]:
     if len(waves):
         every = "" if len(waves) == len(table) else f" at {len(waves):,} of {len(table):,} points"
         favours = (
-            ", which favours attention DP; with varied lengths it may be slower" if (waves["dp"] > 1).any() else ""
+            ", which favours attention DP; with varied lengths attention DP may be slower"
+            if (waves["dp"] > 1).any()
+            else ""
         )
         found.append(f"clients run in lock-step{every}: all their requests have one length{favours}")
     found += _list_engine_caveats(table)

@@ -73,9 +73,9 @@ class GainPart(msgspec.Struct, frozen=True, kw_only=True):
     difference: SignedNumber  # in the unit of the metric
 
     def format_causes(self) -> str:
-        """Return `from KV capacity (requests that run at once)`, or `as the effects of KV capacity and step time do not add up`."""
+        """Return `from KV capacity (requests that run at once)`, or `from the overlap of KV capacity and step time`."""
         if len(self.causes) > 1:
-            return f"as the effects of {self.format_overlap()} do not add up"
+            return f"from the overlap of {self.format_overlap()}"
         more = f" ({MEANINGS[self.causes[0]]})" if self.causes[0] in MEANINGS else ""
         return f"from {self.causes[0]}{more}"
 

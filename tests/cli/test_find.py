@@ -59,7 +59,7 @@ def test_search_finds_the_limit_of_a_grid_and_writes_a_run(call, replay: list[st
     folder = tmp_path / "run"
     code, out, err = call(*replay, "--find", "concurrency=1-64", "--slo", slo, "-o", str(folder), "--json")
     assert code == 0, err
-    assert "Searching from 1 to 64 clients for the highest load that holds the SLO" in err
+    assert "Searching from 1 to 64 clients for the highest load that meets the SLO" in err
     (found,) = json.loads(out)["find"]
     assert found["limit"]["load"] == limit
     assert found["limit"]["objectives"][0]["met"]
@@ -76,7 +76,7 @@ def test_search_finds_the_limit_of_a_grid_and_writes_a_run(call, replay: list[st
     file.write_bytes(b"".join(lines[:3]))
     code, out, err = call(*replay, "--find", "concurrency=1-64", "--slo", slo, "-o", str(folder), "--resume")
     assert code == 0, err
-    assert f"the highest load that holds the SLO is {limit} clients (ITL p99 " in out
+    assert f"the highest load that meets the SLO is {limit} clients (ITL p99 " in out
     assert [r.point.concurrency for r in read_records(folder)] == [r.point.concurrency for r in records]
     assert err.count(" tok/s, TTFT ") == len(records) - 3
 
@@ -84,7 +84,7 @@ def test_search_finds_the_limit_of_a_grid_and_writes_a_run(call, replay: list[st
 def test_search_without_a_solution_exits_with_3(call, replay: list[str], tmp_path: Path) -> None:
     code, out, _ = call(*replay, "--find", "rate=0.1-4", "--slo", "ttft=1", "-o", str(tmp_path / "run"))
     assert code == 3
-    assert "no load holds the SLO; the lowest is 0.1 requests/s (TTFT p90 " in out
+    assert "no load meets the SLO; the lowest is 0.1 requests/s (TTFT p90 " in out
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.distributed
 SERVE = ("serve", "--device", "cpu", "--model", "tiny", "--tp", "2", "--no-baseline", "--num-requests", "8")
 LENGTHS = ("--input-tokens", "12", "--output-tokens", "4", "--prefill", "chunk=16")
 SEARCH = ("--find", "concurrency=1-8,repeats=1", "--slo", "ttft=0.000001", "--json")
-LOADS = [8, 2, 1]  # none holds the SLO, so that each load is a fourth of the one before, down to the lower bound
+LOADS = [8, 2, 1]  # none meets the SLO, so that each load is a fourth of the one before, down to the lower bound
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ class RandomLoad:
         return Record(point=point, outcome="ok", serve=serve)
 
     def holds(self, load: float) -> bool:
-        """Return True if the load holds the SLO."""
+        """Return True if the load meets the SLO."""
         return does_hold(self.measure(load), self.slo)
 
     def rises_calmly(self, low: float, high: float) -> bool:
@@ -319,7 +319,7 @@ def test_lowest_load_is_measured_if_no_load_holds() -> None:
     assert found.highest_passing_load is None
     assert found.failed is not None
     assert found.failed.load == RATES.low
-    assert "no load holds the SLO; the lowest is 0.01 requests/s (TTFT p99 200 ms; " in found.format()
+    assert "no load meets the SLO; the lowest is 0.01 requests/s (TTFT p99 200 ms; " in found.format()
 
 
 def test_limit_is_the_upper_bound_if_every_load_holds() -> None:
@@ -341,7 +341,7 @@ def test_latency_that_falls_with_the_load_is_named(replayed: bool) -> None:
     assert found.higher is not None
     assert found.higher.load >= 32
     assert "Latency does not rise with the load: " in found.format()
-    assert "hold although 12 clients do not" in found.format()
+    assert "meet the SLO although 12 clients do not" in found.format()
 
 
 def test_latency_that_falls_below_its_limit_is_named() -> None:

@@ -1332,7 +1332,7 @@ def test_lead_of_the_best_layout_is_given_with_its_margin() -> None:
 @pytest.mark.parametrize(
     ("rates", "sentence"),
     [
-        ((400, 480), "With 4,000, the best layout with DCP is clearly ahead of every layout without DCP at concurrency 8, the only one compared: it has 1.20× the output of the best of them."),
+        ((400, 480), "With 4,000, the best layout with DCP is clearly ahead of every layout without DCP at concurrency 8, the only one compared: its output is 1.20× that of the best layout without DCP."),
         ((400, 404), "With 4,000, no layout with DCP is clearly ahead of the best layout without DCP at concurrency 8, the only one compared."),
     ],
     ids=["ahead", "level"],

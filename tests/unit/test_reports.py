@@ -315,7 +315,7 @@ def test_several_runs_are_joined_with_a_column_of_runs(tmp_path: Path) -> None:
     page, out = report_folders([a, b], tmp_path / "out")
     table = pd.read_csv(out / "points.csv")
     assert sorted(set(table["run"])) == ["monday", "tuesday"]
-    assert "all 4 points measured more than once agree" in page.text
+    assert "at all 4 points measured more than once" in page.text
     assert "kimi-k2, run monday:" in page.text
 
 
@@ -334,7 +334,7 @@ def test_page_of_many_points_is_below_2_mb(tmp_path: Path, monkeypatch: pytest.M
     page, _ = report_folder(tmp_path / "run", out)
     assert (out / "report.html").stat().st_size < 2_000_000
     assert len(page.alts) == 12
-    assert "2 of 68 points measured more than once disagree by more than 2 %" in page.text
+    assert "Repeats differ by more than 2 % at 2 of 68 points measured more than once." in page.text
 
 
 def test_terminal_table_fits_eighty_columns(tmp_path: Path) -> None:

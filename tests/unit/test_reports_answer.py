@@ -92,7 +92,7 @@ class TestLockStep:
         found = self.read(tmp_path, serve.point(DP))
         assert "ITL p99, goodput and the output of attention DP are different" in get_sentence(found, "in lock-step")
         (caveat,) = [text for text in overview.list_caveats(found) if "in lock-step" in text]
-        assert caveat.endswith(", which favours attention DP; with varied lengths it may be slower")
+        assert caveat.endswith(", which favours attention DP; with varied lengths attention DP may be slower")
 
     def test_some_points_in_lock_step_are_counted(self, tmp_path: Path) -> None:
         found = self.read(tmp_path, serve.point(TP), serve.point(TP), output_tokens="uniform:36-44")

@@ -250,7 +250,7 @@ def test_sentence_counts_repeats_that_disagree(tmp_path: Path) -> None:
     table = findings.compare_repeats(read)
     assert sorted(table["apart"]) == [pytest.approx(1 / 100.5), pytest.approx(3 / 101.5)]
     assert findings.format_repeats_sentence(table["apart"]) == (
-        "Repeats: 1 of 2 points measured more than once disagrees by more than 2 %."
+        "Repeats differ by more than 2 % at 1 of 2 points measured more than once."
     )
 
 
@@ -258,7 +258,7 @@ def test_sentence_gives_the_difference_of_repeats_that_agree(tmp_path: Path) -> 
     """100 and 101 ms: 1 / 100.5 = 0.995 %, printed as 1 %."""
     read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), ms) for i, ms in enumerate((100, 101))))
     assert findings.format_repeats_sentence(findings.compare_repeats(read)["apart"]) == (
-        "Repeats: the one point measured more than once agrees within 1 %."
+        "Repeats agree within 1 % at the one point measured more than once."
     )
 
 
@@ -410,10 +410,10 @@ def test_last_wave_is_named_if_only_it_left_clients_idle(change: dict[str, objec
     ("apart", "sentence"),
     [
         ([], "Every point was measured once, so the difference between repeats is unknown."),
-        ([0.02], "Repeats: the one point measured more than once agrees within 2 %."),
-        ([0.021], "Repeats: 1 of 1 point measured more than once disagrees by more than 2 %."),
-        ([0.01, 0.02], "Repeats: all 2 points measured more than once agree within 2 %."),
-        ([0.03, 0.02, 0.5], "Repeats: 2 of 3 points measured more than once disagree by more than 2 %."),
+        ([0.02], "Repeats agree within 2 % at the one point measured more than once."),
+        ([0.021], "Repeats differ by more than 2 % at 1 of 1 point measured more than once."),
+        ([0.01, 0.02], "Repeats agree within 2 % at all 2 points measured more than once."),
+        ([0.03, 0.02, 0.5], "Repeats differ by more than 2 % at 2 of 3 points measured more than once."),
     ],
 )
 def test_repeats_agree_up_to_two_percent(apart: list[float], sentence: str) -> None:

@@ -88,7 +88,7 @@ def test_sentence_of_several_points_has_their_range_and_the_furthest(tmp_path):
 def test_one_bullet_of_the_opening_names_the_ratio(tmp_path):
     """The bullet describes one point or the furthest of several, and is absent without any."""
     one = read(tmp_path / "one", FAR)
-    text = "A step takes 1.60× the minimum time that the hardware allows. Most of the time above it is in moe (18.0 ms) and attention (12.0 ms)."
+    text = "A step takes 1.60× the minimum time that the hardware allows. Most of the time above this minimum is in moe (18.0 ms) and attention (12.0 ms)."
     assert text in overview.format_bullets(one)
     both = read(tmp_path / "both", FAR, NEAR)
     [bullet] = [bullet for bullet in overview.format_bullets(both) if "hardware allows" in bullet]
