@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -237,10 +236,9 @@ def measured(
         RequestResult(virtual_serving.request(i, inputs, len(token_s)), submitted, list(token_s))
         for i, (submitted, token_s) in enumerate(times)
     ]
-    traffic: Any = types.SimpleNamespace(samples=samples)
     slo = changes.pop("slo", {})
     found = compute_serve_metrics(
-        traffic,
+        samples,
         gpus=served_point.tp,
         concurrency=served_point.clients,
         slo=slo,

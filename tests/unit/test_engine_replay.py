@@ -206,7 +206,7 @@ def test_replays_from_measured_cases_follow_exact_step_times(engine: EngineServe
         ExactStepTimes(engine),  # type: ignore[arg-type]
         loop=get_loop_timing(engine),
     )
-    exact = compute_serve_metrics(found.traffic, gpus=2, concurrency=point.clients, slo={}, steps=found.counts)
+    exact = compute_serve_metrics(found.traffic.samples, gpus=2, concurrency=point.clients, slo={}, steps=found.counts)
     assert record.serve.finished == exact.finished == len(found.traffic.samples)
     assert record.serve.output_tok_s == pytest.approx(exact.output_tok_s, rel=0.03)
     assert record.serve.itl_ms.p50 == pytest.approx(exact.itl_ms.p50, rel=0.03)

@@ -220,7 +220,7 @@ class TestRefusal:
         [
             (make_replica([99] * 49), "56 decode rows|64 decode rows"),
             (make_replica([99] * 600), "captured graphs"),
-            (make_replica([7000]), "1 decode rows with 7,001 KV tokens"),
+            (make_replica([7000]), "1 decode row with 7,001 KV tokens"),
             (make_replica([], [(9000, 0)]), r"9,216 rows.*give a smaller --prefill chunk or load\."),
             (
                 make_replica([], [(64, 9 * 1024)]),

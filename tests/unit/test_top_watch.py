@@ -71,7 +71,7 @@ def test_top_follows_a_run_to_its_end_and_returns_its_exit_code(
         "1 of 2 points · 1 left · 6 points/min · 11 s so far · about 9 s left, by 1 point alone",
         "all points have ended; the report is being written",
         f"{NAME} 200 tokens: FAILED: rank 1: ValueError: no such row",
-        "2 of 2 points · 1 failed · 5.71 points/min · 31 s so far",
+        "2 of 2 points · 1 failed · 5.71 points/min · 21 s so far",
         "ended, 1 failed",
     ]
 
