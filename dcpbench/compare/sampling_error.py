@@ -29,9 +29,7 @@ class Requests:
     """Hold the requests of one served record in order of submission; none without a file of samples."""
 
     times: list[formulas.RequestTimes]  # times of requests that have tokens, including those that were cut off
-    waiting: list[
-        tuple[float, tuple[int, int] | None]
-    ]  # submission time and turn of requests cut off before their first token
+    waiting: list[tuple[float, tuple[int, int] | None]]  # submission and turn of requests cut off before a token
 
     @property
     def finished(self) -> list[formulas.RequestTimes]:

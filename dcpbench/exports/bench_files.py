@@ -42,14 +42,7 @@ NO_SUMS = Rule(
     lambda m: m.record.serve is not None and None in (m.record.serve.input_tokens, m.record.serve.output_tokens),
 )
 SEVERAL = Rule("with several instances, of which a file has no number", lambda m: bool(m.record.point.disaggregate))
-CARRIES = (
-    DID_NOT_RUN,
-    DECODE_STEPS,
-    SEVERAL,
-    NO_TIME,
-    NO_SUMS,
-    NOT_KNOWN,
-)  # rules for points that neither file can represent
+CARRIES = (DID_NOT_RUN, DECODE_STEPS, SEVERAL, NO_TIME, NO_SUMS, NOT_KNOWN)  # points that neither file can represent
 SAME_NAMES = {name: name for name in ("ttft", "tpot", "itl", "e2el")}  # latencies by dcpbench's own names
 
 
@@ -138,9 +131,8 @@ class Totals:
         """Return the totals of the requests or, without them, of a run that cut none off, so that all tokens are theirs."""
         if requests is not None:
             done = requests.list_finished()
-            submitted = (
-                len(requests.errors) if serve.submitted is None else serve.submitted
-            )  # samples may lack failed ones
+            # Samples may lack failed requests.
+            submitted = len(requests.errors) if serve.submitted is None else serve.submitted
             return cls(
                 finished=len(done),
                 failed=submitted - len(done),
