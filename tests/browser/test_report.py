@@ -265,7 +265,7 @@ def test_live_and_replayed_points_never_share_a_chart_or_series(served: Path, vi
 
 def test_cpu_run_is_marked_as_functional_on_every_chart(tmp_path: Path, visit: Visit) -> None:
     page = visit(pages.page(tmp_path, record_builder.cpu_sweep()))
-    assert page.locator("header .mark").inner_text().startswith("CPU: functional run, not performance")
+    assert page.locator("header .mark").inner_text().startswith("CPU: functional run")
     behind, below = (
         ".layer-below .shapelayer",
         ".xtitle",

@@ -157,6 +157,13 @@ def capacities(points: list[dict[str, Any]]) -> list[Panel]:
     return [(name, len(layouts), 0) for name, layouts in found.items()]
 
 
+def explore(points: list[dict[str, Any]]) -> list[Panel]:
+    """Return the panel of output against speed for one user, or against concurrency with a line for each series of each load if that speed is unknown."""
+    if marks := sum(has(p, "tok_s_per_user", "output_tok_s_per_gpu") for p in points):
+        return [("", marks, 0)]
+    return [("", len(points), len({(p["series"], p["panel"]) for p in points}))]
+
+
 def compute_expected_panels(chart: dict[str, Any], points: list[dict[str, Any]]) -> list[Panel]:
     """Return the panels that a chart should have."""
     own = [p for p in points if p["workload"] == (chart["workload"] or p["workload"])]
@@ -178,8 +185,7 @@ def compute_expected_panels(chart: dict[str, Any], points: list[dict[str, Any]])
         case "phases":
             found = phases(own)
         case "explore":
-            x, y = (per_user, per_gpu) if any(has(p, per_user) for p in own) else ("concurrency", "output_tok_s")
-            found = [("", sum(has(p, x, y) for p in own), 0)]
+            found = explore(own)
         case "overview":
             found = panels(split_by_engine(loaded, "other_ratio"), "other_ratio")
         case "throughput":
