@@ -17,17 +17,16 @@ from dcpbench.imports import Overrides, check_overrides, result
 from dcpbench.plan import option_parsers
 from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import make_planned_probe
-from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
 from dcpbench.records import checks
 from dcpbench.serving import load_words, request_files, step_times
 from dcpbench.syncs.gating.gate import check_limits
 from tests.unit import record_builder as build
+from tests.unit.probes import CPU
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CPU = Probe(device="cpu", count=0, name="CPU")
 RECORD = build.ok(build.point())
 
 

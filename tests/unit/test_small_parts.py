@@ -20,8 +20,8 @@ from dcpbench.servers import load
 from dcpbench.serving.step_cases import Extent
 from dcpbench.serving.step_times import Case, Chunks, Decodes
 from dcpbench.syncs.traces.python_lines import Repository, parse_frame
+from tests.unit.probes import CPU
 
-CPU = Probe(device="cpu", count=0, name="CPU")
 GPU = Probe(device="cuda", count=4, name="NVIDIA H200", memory_bytes=141 << 30)
 
 

@@ -11,11 +11,11 @@ from dcpbench.plan.option_parsers import parse_bytes
 from dcpbench.plan.spec import SPEC_PARSERS, SweepSpec, make_spec, read_options, select_device
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.point import HOW
+from tests.unit.probes import CPU
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-CPU = Probe(device="cpu", count=0, name="CPU")
 GPU = Probe(device="cuda", count=4, name="NVIDIA H200", memory_bytes=139 << 30, l2_bytes=60 << 20)
 
 

@@ -13,7 +13,6 @@ from dcpbench.errors import UsageError
 from dcpbench.models import load_shape
 from dcpbench.plan.serve_spec import SERVE_PARSERS, make_serve_spec
 from dcpbench.plan.spec import PARSERS, SPEC_PARSERS, list_file_names, make_spec, read_options
-from dcpbench.points.device_probe import Probe
 from dcpbench.points.names import format_flag, format_setting
 from dcpbench.points.structured_options import (
     BY_NAME,
@@ -30,13 +29,13 @@ from dcpbench.points.structured_options import (
     Sessions,
     Timeout,
 )
+from tests.unit.probes import CPU
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.points.key_values import StructuredOption
 
-CPU = Probe(device="cpu", count=0, name="CPU")
 SERVE_FIELDS = {*SERVE_PARSERS, *SPEC_PARSERS}
 
 

@@ -16,7 +16,6 @@ from dcpbench.models import load_shape
 from dcpbench.plan import grid
 from dcpbench.plan.spec import make_planned_probe, make_spec
 from dcpbench.points import budget, memory
-from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
@@ -24,21 +23,15 @@ from dcpbench.reports.dataframes import load_frames
 from dcpbench.reports.findings import BASELINE_OF
 from dcpbench.serving.allocator import DcpAllocator
 from tests.unit import record_builder
+from tests.unit.probes import CPU, H200X4
 from tests.unit.test_shapes import V3 as V3_CONFIG
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from dcpbench.points.device_probe import Probe
+
 GIB = 1 << 30
-CPU = Probe(device="cpu", count=0, name="CPU")
-H200X4 = Probe(
-    device="cuda",
-    count=4,
-    name="NVIDIA H200",
-    memory_bytes=139 * GIB,
-    l2_bytes=60 << 20,
-    packages={"flashinfer": "0.6.18"},
-)
 
 
 def expand(probe: Probe = H200X4, nnodes: int = 1, **options: object) -> list[grid.Candidate]:
