@@ -17,6 +17,8 @@ from dcpbench.points.layout import DEGREES, Layout, iter_smaller_layouts, list_v
 from dcpbench.points.names import FP8, MOE_EP, MOE_TP
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dcpbench.models.shapes import ModelShape
     from dcpbench.models.weight_formats import WeightFormat
     from dcpbench.points.device_probe import Probe
@@ -34,22 +36,21 @@ class KernelLimit:
     reason: str
     change: str  # options of `sweep` that avoid the limit, such as `--weights-dtype bf16`
     change_query: str = ""  # options of `recommend` that avoid it; empty if they are those of `sweep`
-    smaller: str = (
-        ""  # options of the largest smaller layout without the limit, such as `--tp 4`; empty if there is none
-    )
-    max_tp: int | None = None  # its ranks
+    smaller: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Changed degrees of the largest smaller layout without the limit, such as tp 4; empty if there is none."""
 
     def format_for_sweep(self) -> str:
         """Return the message of `sweep`, `serve` and `verify`."""
         if self.smaller:
-            return f"{self.given}: {self.reason}; use {self.smaller}, the largest that cuts none, or {self.change}."
+            options = " ".join(f"--{name} {degree}" for name, degree in self.smaller.items())
+            return f"{self.given}: {self.reason}; use {options}, the largest that cuts none, or {self.change}."
         return f"{self.given}: {self.reason}; use {self.change}."
 
     def format_for_recommend(self) -> str:
         """Return the reason with the options of `recommend`, without a full stop."""
         change = self.change_query or self.change
-        if self.max_tp is not None:
-            return f"{self.reason}; give --gpus {self.max_tp}, or {change}"
+        if self.smaller:
+            return f"{self.reason}; give --gpus {self.smaller['tp']}, or {change}"
         return f"{self.reason}; give {change}"
 
 
@@ -71,11 +72,7 @@ def find_split_block(point: Point, shape: ModelShape) -> KernelLimit | None:
         if _find_split_part(msgspec.structs.replace(point, tp=x.tp, dp=x.dp, dcp=x.dcp), shape, weights) is None
     )
     smaller = next(layouts, None)
-    options = [
-        f"--{name} {getattr(smaller, name)}"
-        for name in DEGREES
-        if smaller is not None and getattr(smaller, name) != getattr(point, name)
-    ]
+    degrees = {} if smaller is None else {name: getattr(smaller, name) for name in DEGREES}
     parallel = msgspec.structs.replace(point, ep=MOE_EP)
     valid = Layout(point.tp, point.dp, point.dcp) in list_valid_layouts(shape, point.tp, MOE_EP)
     whole = point.ep == MOE_TP and valid and _find_split_part(parallel, shape, weights) is None
@@ -84,8 +81,7 @@ def find_split_block(point: Point, shape: ModelShape) -> KernelLimit | None:
         reason=f"{part} ({size} numbers) of {shape.name} on a rank ends inside a block of {block}, and kernels take whole blocks",
         change=f"--ep {MOE_EP}, or --weights-dtype bf16" if whole else "--weights-dtype bf16",
         change_query="--weights-dtype bf16",
-        smaller=" ".join(options),
-        max_tp=smaller.tp if smaller else None,
+        smaller={name: degree for name, degree in degrees.items() if degree != getattr(point, name)},
     )
 
 

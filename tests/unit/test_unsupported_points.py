@@ -17,24 +17,14 @@ from dcpbench.models.weight_formats import EXPERTS, FORMATS, INT4, PARTS
 from dcpbench.plan import grid, validate
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, compute_part_sizes, find_split_block
 from dcpbench.plan.spec import make_spec
-from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
+from tests.unit.probes import CPU, H200X4
 
 if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
-
-GIB = 1 << 30
-CPU = Probe(device="cpu", count=0, name="CPU")
-H200X4 = Probe(
-    device="cuda",
-    count=4,
-    name="NVIDIA H200",
-    memory_bytes=139 * GIB,
-    l2_bytes=60 << 20,
-    packages={"flashinfer": "0.6.18"},
-)
+    from dcpbench.points.device_probe import Probe
 
 
 def check(shape: ModelShape = SHAPES["tiny"], probe: Probe = H200X4, *, timed: bool = True, **changes: object) -> None:
@@ -385,4 +375,5 @@ class TestFormats:
         )
         limit = find_split_block(point, SHAPES["qwen3-30b-a3b"])
         assert (limit.reason.partition(" of ")[0] if limit else None) == split
-        assert limit is None or (limit.max_tp, limit.smaller) == (2, "--tp 2")
+        assert limit is None or "; use --tp 2, the largest" in limit.format_for_sweep()
+        assert limit is None or "; give --gpus 2, or " in limit.format_for_recommend()
