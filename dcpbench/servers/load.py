@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from dcpbench.records.garbage_collection import stop_garbage_collector
 from dcpbench.servers.answers import StreamReply
 from dcpbench.servers.client import TOO_MANY, RequestError
 
@@ -137,7 +138,7 @@ class Run:
     async def send_load(self, start_s: float | None = None) -> None:
         """Send the load, to its end or to the limit. `start_s`: of time.perf_counter(), the same for all processes."""
         loop = asyncio.get_running_loop()
-        with stop_garbage_collection(), set_realtime_priority(wanted=self.options.realtime) as self.pace.realtime:
+        with freeze_garbage_collector(), set_realtime_priority(wanted=self.options.realtime) as self.pace.realtime:
             # Compute the start late, because a garbage collection takes long.
             self.start_s = time.perf_counter() + START_DELAY_S if start_s is None else start_s
             sending = self._send_closed_loop() if self.options.clients is not None else self._send_open_loop()
@@ -311,13 +312,12 @@ async def _wait_until(moment_s: float) -> None:
 
 
 @contextlib.contextmanager
-def stop_garbage_collection() -> Iterator[None]:
-    """Turn garbage collection off during timings, because it stops the process for as long as a token takes."""
+def freeze_garbage_collector() -> Iterator[None]:
+    """Collect garbage and stop the collector during timings, because it stops the process for as long as a token takes."""
     gc.collect()
     gc.freeze()
-    gc.disable()
     try:
-        yield
+        with stop_garbage_collector():
+            yield
     finally:
-        gc.enable()
         gc.unfreeze()

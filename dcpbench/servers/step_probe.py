@@ -35,7 +35,7 @@ from dcpbench.servers.answers import StreamReply
 from dcpbench.servers.client import Client, RequestError
 from dcpbench.servers.decode_streams import DecodeStreams, StepWindow, StreamedRequest, compute_delay_ms, find_gap_ms
 from dcpbench.servers.descriptors import raise_open_file_limit
-from dcpbench.servers.load import set_realtime_priority, stop_garbage_collection
+from dcpbench.servers.load import freeze_garbage_collector, set_realtime_priority
 from dcpbench.servers.prompt_format import PATHS, PromptFormat
 from dcpbench.serving.step_times import HOT, UNEVEN, Case, Chunks, Decodes
 
@@ -187,7 +187,7 @@ async def measure_case(
     streams = case.requests + 1
     with (
         raise_open_file_limit(streams, certain=True),
-        stop_garbage_collection(),
+        freeze_garbage_collector(),
         set_realtime_priority(wanted=probe.realtime),
     ):
         if case.decodes and case.chunks:
@@ -433,7 +433,7 @@ async def measure_first_token_us(probe: StepProbe) -> float:
         check_case(probe.limits, case)
     except UnsupportedCaseError:
         return 0.0
-    with stop_garbage_collection(), set_realtime_priority(wanted=probe.realtime):
+    with freeze_garbage_collector(), set_realtime_priority(wanted=probe.realtime):
         delays_ms, step_ms = await _measure_delays_ms(probe, case, tokens)
     late_ms = statistics.median(delays_ms) if delays_ms else 0.0
     return 1e3 * late_ms / tokens if late_ms > MIN_DELAY_SHARE * step_ms else 0.0
