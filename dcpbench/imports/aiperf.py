@@ -88,23 +88,25 @@ def read(document: Document) -> Result:
     if details is not None:
         completed, failed = len(details.list_finished()), sum(map(bool, details.errors))
     done = round(completed or 0)
-    load = _read_load(document, config)
-    if load is None and details is None:
-        raise RecordsError(
-            f"{document.where} states neither a concurrency nor a request rate of the measured requests; add the "
-            "profile_export.jsonl of that run to its folder, which shows how many were in flight."
-        )
+    load, settings = _read_load(document, config), {}
+    if load is None:
+        if details is None:
+            raise RecordsError(
+                f"{document.where} states neither a concurrency nor a request rate of the measured requests; add the "
+                "profile_export.jsonl of that run to its folder, which shows how many were in flight."
+            )
+        load, settings = Load(CLOSED, details.count_max_in_flight()), {"load": UNKNOWN}
     endpoint = result.get_table(config, "endpoint")
     urls = found if isinstance(found := endpoint.get("urls"), list) else []
     return Result(
         where=document.where,
         model=result.read_model(_find_model(config), document.where),
         backend=OPENAI,
-        arrival=load.arrival if load else CLOSED,
-        request_rate=load.rate if load else None,
-        burstiness=load.burstiness if load else 1.0,
-        concurrency=load.concurrency if load else None if details is None else details.count_max_in_flight(),
-        trace=load.trace if load else "",
+        arrival=load.arrival,
+        request_rate=load.rate,
+        burstiness=load.burstiness,
+        concurrency=load.concurrency,
+        trace=load.trace,
         submitted=None if failed is None else done + round(failed),
         completed=done,
         failed=None if failed is None else round(failed),
@@ -113,7 +115,7 @@ def read(document: Document) -> Result:
         output_tokens=_sum_tokens(document, "total_osl", "output_sequence_length", done),
         lengths=(_find_length(document, "input_sequence_length"), _find_length(document, "output_sequence_length")),
         summary={ours: _summarize(document, ours, theirs, done) for ours, theirs in NAMES.items()},
-        settings={} if load else {"load": UNKNOWN},
+        settings=settings,
         facts={"url": str(endpoint.get("url") or next(iter(urls), "")), "start": str(fields.get("start_time") or "")},
         details=details,
     )
@@ -135,7 +137,7 @@ def _read_load(document: Document, config: Mapping[str, Any]) -> Load | None:
 
     The results of one of several measured phases lie in a folder with its name.
 
-    Raise RecordsError for several measured phases, whose requests the summary mixes, and for a phase that a load cannot hold.
+    Raise RecordsError for several measured phases, because the summary mixes their requests, and for a phase that a load cannot hold.
     """
     if not (phases := _list_tables(config.get("phases"))):
         sent, given = result.get_table(config, "loadgen"), result.get_table(config, "input")
