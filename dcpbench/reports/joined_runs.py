@@ -67,7 +67,7 @@ def split_by_device(run: Run) -> list[Run]:
     """Return a run for each device that dcpbench measured on, as after --resume on another machine; else the run itself.
 
     Points of different devices are never compared. Records without a device stay with the first one, and so do imported ones,
-    whose devices are settings of their points.
+    because their points have the device as a setting.
     """
     shown = find_device_names([run])
     own: dict[str, list[Record]] = {}
