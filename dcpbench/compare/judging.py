@@ -214,7 +214,7 @@ def _list_values(metric: Metric, kind: Error | None, side: tuple[Run, list[Recor
 
 
 def _compare_zero_rates(metric: Metric, pair: Pair, options: Options, found: PointResult, zero: SideName) -> None:
-    """Compare rates of which some are 0 on the side `zero`, by their ranges; of few launches, a CPU or a forecast they show nothing."""
+    """Compare rates by their ranges, because some are 0 on the side `zero`; few launches, CPU runs and forecasts are not compared."""
     left, right = ([_list_values(metric, None, launch) for launch in side] for side in (pair.a, pair.b))
     shows = not found.forecast and (options.allow_cpu or not found.cpu)
     if shows and min(sum(map(bool, side)) for side in (left, right)) >= effects.MIN_LAUNCHES:

@@ -107,7 +107,7 @@ SERVED = _split_paragraphs(
     Goodput: finished requests that meet every objective / wall time. A request meets an ITL objective if 99 of 100 of its
     gaps do or, with fewer than 100 gaps, if all do.
 
-    tok/s/user of served requests: 1000 / median TPOT in ms. TPOT includes the gaps in which prompts of other requests ran.
+    tok/s/user of served requests: 1000 / median TPOT in ms. TPOT includes stalls for the prefills of other requests.
 
     Live runs are measured. A replay runs the same scheduler, or the scheduling policy of a server's engine, in virtual time and takes
     step times from measurements of single steps; it is no measurement of a load, and no table or line here holds both.
