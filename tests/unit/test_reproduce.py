@@ -20,8 +20,8 @@ from dcpbench.reports import reproduce
 from dcpbench.reports.reproduce import build_command
 from dcpbench.serving.step_times import write_step_times
 from tests.unit import record_builder, step_times_builder
+from tests.unit.probes import CPU, H200X4
 from tests.unit.test_shapes import V3
-from tests.unit.test_unsupported_points import CPU, H200X4
 
 if TYPE_CHECKING:
     from collections.abc import Callable

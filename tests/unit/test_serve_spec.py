@@ -16,11 +16,12 @@ from dcpbench.plan.serve_spec import SERVE_PARSERS, ServeLoads, find_short_slos,
 from dcpbench.plan.spec import read_options
 from dcpbench.points import budget, memory
 from dcpbench.points.layout import Layout
+from dcpbench.points.memory import GIB
 from dcpbench.points.names import CLOSED, GAMMA, MOE_TP, TRACE
 from dcpbench.records.stats import compute_min_samples, find_highest_percentile
 from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS, format_varied_lengths, is_lock_step, parse_lengths
 from dcpbench.serving.loads import draw_arrival_times, draw_lengths
-from tests.unit.test_unsupported_points import CPU, GIB, H200X4
+from tests.unit.probes import CPU, H200X4
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
