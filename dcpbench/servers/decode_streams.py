@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from dcpbench.servers.client import Client
 
 POLL_S = 0.01  # between two looks at the streams
-PUNCTUAL_SHARE = 0.75  # of a step: shorter gaps are of tokens that catch up
 MIN_TOKENS = 4  # tokens of each stream from which a moment between two steps can be found
 
 
@@ -219,15 +218,16 @@ def compute_delay_ms(times: NDArray[np.float64], moment_s: float) -> float | Non
     """Return by how much the first token of a stream at `moment_s` or later came late, if the tokens after it catch up.
 
     `times` are those at which tokens arrived. A server whose front end is busy sends no tokens meanwhile, and then those of all steps
-    since at once: the delay is the time by which these gaps are shorter than a step, which is the median gap of the last half. None
+    since, one after the other or several in one chunk. The delay is the time by which tokens that have caught up, the last quarter of
+    the first half, come earlier than steps after the late token would end. Such a step is the median gap of the last half. None
     without enough tokens.
     """
-    gaps_ms = np.diff(times[int(np.searchsorted(times, moment_s)) :]) * 1e3
-    if len(gaps_ms) < MIN_TOKENS:
+    later = times[int(np.searchsorted(times, moment_s)) :]
+    half = len(later) // 2
+    if half < MIN_TOKENS:
         return None
-    missing_ms = np.median(gaps_ms[len(gaps_ms) // 2 :]) - gaps_ms
-    caught_up = np.flatnonzero(gaps_ms >= PUNCTUAL_SHARE * (gaps_ms + missing_ms))
-    return float(np.maximum(missing_ms[: caught_up[0] + 1], 0.0).sum()) if len(caught_up) else None
+    step_s, punctual = np.median(np.diff(later[half:])), np.arange(half - half // 4, half)
+    return max(float(np.median(punctual * step_s - (later[punctual] - later[0]))) * 1e3, 0.0)
 
 
 def _get_prompt_tokens(request: StreamedRequest, reply: StreamReply) -> int:

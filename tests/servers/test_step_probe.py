@@ -364,13 +364,18 @@ def test_gap_of_a_short_step_is_not_that_of_a_longer_step_next_to_it() -> None:
 
 
 @pytest.mark.parametrize("late_ms", [0.0, 13.0, 37.0])
-def test_delay_of_a_token_is_what_those_after_it_catch_up(late_ms: float) -> None:
-    """Steps take 2 ms from 0.1 s on. Those that end while the front end is busy arrive 0.5 ms after each other. A later pause of the
-    server, from its 40th step on, does not count.
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_delay_of_a_token_is_what_those_after_it_catch_up(late_ms: float, chunk: int) -> None:
+    """Steps take 2 ms from 0.1 s on. Those that end while the front end is busy arrive 0.5 ms after each other, or several in one
+    chunk, which arrives a whole step after the late token. A later pause of the server, from its 40th step on, does not count.
     """
     punctual = 0.1 + 2e-3 * np.arange(60)
     punctual[40:] += 0.03
     times = np.maximum(punctual, 0.1 + late_ms / 1e3 + 0.5e-3 * np.arange(60))
+    if chunk > 1 and late_ms:
+        late = int(np.flatnonzero(times == punctual)[0])
+        times[1:late] = times[0] + 2e-3 * (1 + np.arange(late - 1) // chunk)
+        times = np.maximum(times, punctual)
     before = 0.1 - 2e-3 * np.arange(5, 0, -1)
     assert compute_delay_ms(np.concatenate((before, times)), 0.0995) == pytest.approx(late_ms, abs=1e-6)
     assert compute_delay_ms(times, times[-2]) is None
