@@ -7,6 +7,7 @@ prompts of 16,000 tokens and up to 32 requests. docs/replay.md lists them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 from dcpbench.points.batches import GRAPH_BATCHES, pad_to_size
@@ -27,6 +28,9 @@ SHORT_PREFIX = 512  # tokens of the prefix that shows what attending to any pref
 MIXED_SIZES = (512, 2048)  # tokens of steps with decodes and a chunk that are measured, in addition to the maximum
 ROW_MULTIPLES = (1, 2, 4, 8)  # numbers of which the tokens of a step with prompts may have to be a multiple to be fast
 ALIGNED = 2 * ROW_MULTIPLES[-1]  # measured numbers of tokens are multiples of it
+WIDE = (
+    1.5  # ratio of the most to the fewest rows of a graph from which both are measured: padding rows need fewer experts
+)
 UNALIGNED_FROM = 512  # tokens of a step from which it is measured how much longer other numbers take
 
 
@@ -121,14 +125,20 @@ def _iter_decode_cases(extent: EngineExtent) -> Iterator[Case]:
 
 
 def _list_row_sizes(extent: EngineExtent) -> list[int]:
-    """Return the decode rows to measure: those of captured graphs if they are known, and the fewest and most of eager steps."""
+    """Return the decode rows to measure.
+
+    If the sizes of captured graphs are known, these are the sizes, the fewest rows of those sizes that many fewer rows are padded to,
+    and the fewest and most of eager steps.
+    """
     batches, requests = extent.engine.graph_batches, extent.requests
     if not batches:
         return select_row_sizes(requests, extent.targets, open_loop=extent.open_loop)
     graphs = [size for size in batches if size <= pad_to_size(requests, batches)]
     wanted = {pad_to_size(n, batches) for n in extent.targets}
+    sizes = select_sizes(graphs, wanted, GROWTH)
+    fewest = {below + 1 for below, size in itertools.pairwise(batches) if size in sizes and size >= WIDE * (below + 1)}
     eager = {batches[-1] + 1, requests} if requests > batches[-1] else set()
-    return [*select_sizes(graphs, wanted, GROWTH), *sorted(eager)]
+    return [*sorted({*sizes, *(n for n in fewest if n < requests)}), *sorted(eager)]
 
 
 def _list_contexts(extent: EngineExtent, requests: int) -> list[int]:

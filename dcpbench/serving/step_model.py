@@ -505,6 +505,9 @@ class StepModel:
             row_multiple: See `unaligned`.
         """
         self.graph_batches = graph_batches
+        self.least_rows: dict[int, int] = {}  # fewest measured decode rows that are padded to a size of `graph_batches`
+        for rows in sorted((w.decodes for w, _ in cases if w.decodes and not w.tokens), reverse=True):
+            self.least_rows[pad_to_size(rows, graph_batches or ())] = rows
         cases, gather, uneven, unaligned = (
             [(self._pad(w), ms) for w, ms in group] for group in (cases, gather, uneven, unaligned)
         )
@@ -554,10 +557,15 @@ class StepModel:
         return times(rows, max(w.kv_tokens for w in works))
 
     def _pad(self, batch: ReplicaBatch) -> ReplicaBatch:
-        """Return the batch with the decode rows that the engine runs: steps with chunks of another engine run no graphs."""
-        if self.graph_batches is None:
-            return batch
-        return batch._replace(rows=batch.decodes if batch.tokens else pad_to_size(batch.decodes, self.graph_batches))
+        """Return the batch with the decode rows by which its time is looked up.
+
+        Steps with chunks of another engine run no graphs. Its decodes alone are padded, and padding rows need fewer experts than
+        others: between the fewest and the most measured rows of one padded size, times are interpolated.
+        """
+        if self.graph_batches is None or batch.tokens:
+            return batch if self.graph_batches is None else batch._replace(rows=batch.decodes)
+        size = pad_to_size(batch.decodes, self.graph_batches)
+        return batch._replace(rows=max(batch.decodes, self.least_rows.get(size, size)))
 
     def _predict_with_chunks(self, works: Sequence[ReplicaBatch]) -> float:
         """Return the time of a step with chunks, at least that of the fastest measured one: less would be noise, as of
