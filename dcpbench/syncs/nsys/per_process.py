@@ -206,8 +206,7 @@ class _Reader:
             if not len(rows["start"]):
                 continue
             name = self._number_names(process, rows["nameId"], self._convert_call)
-            driver = rows["eventClass"] == schema.DRIVER
-            process.columns.driver_calls += int(driver.sum())
+            process.columns.driver_names |= set(np.unique(name[rows["eventClass"] == schema.DRIVER]).tolist())
             process.end = max(process.end, float(rows["end"].max()) / _NS_PER_US)
             process.calls.append(
                 {

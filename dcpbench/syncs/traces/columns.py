@@ -114,10 +114,11 @@ class Columns:
     stacks: list[str]  # call stacks of ops and calls by number, innermost frame first, parted by `;`
     thread_names: list[str]  # names of threads and streams by number
     repeated: int  # events that stood in the file once more, and are left out
+    driver_calls: int  # calls of the driver API
 
     def __init__(self, problems: ReadProblems, recorder: Recorder = "torch.profiler") -> None:
         self.problems, self.recorder = problems, recorder
-        self.driver_calls = 0
+        self.driver_names: set[int] = set()  # numbers of the names of calls of the driver API
         self.warnings: list[str] = []  # sentences of the recorder about the recording
         self._begun = False
         self.devices: set[object] = set()  # GPUs that had work
@@ -138,7 +139,7 @@ class Columns:
             if kind:
                 timed = [e for e in group if e.ph == "X"]
                 self._add_columns(kind, timed)
-                self.driver_calls += len(timed) if category in DRIVER else 0
+                self.driver_names |= {self._name[e.name] for e in timed} if category in DRIVER else set()
                 self.problems.unreadable_events += len(group) - len(timed) if kind in CAUSES else 0
             elif not category:
                 self._read_labels(group)
@@ -244,6 +245,7 @@ class Columns:
         self.names, self.stacks = list(self._name), list(self._stack)
         self.thread_names = [self._format_thread_name(n, tid) for n, (_, tid) in enumerate(self._thread.numbers)]
         self.tables, self.repeated = _drop_repeats({kind: _join_parts(parts) for kind, parts in self._parts.items()})
+        self.driver_calls = int(np.isin(self.tables["calls"].name, list(self.driver_names)).sum())
         return self
 
     def _format_thread_name(self, number: int, tid: object) -> str:
