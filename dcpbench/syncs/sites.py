@@ -248,6 +248,7 @@ def merge_sites(per_trace: Sequence[Sequence[Site]], *, by_line: bool = False) -
 def _add_site(a: Site, b: Site) -> Site:
     """Add a site of another trace to the same site of this one."""
     a.count += b.count
+    a.count_per_phase = _join_phases(a, b)
     for way, names in (
         (sum, ("wait_us", "bubble_us", "bytes")),
         (max, ("count_per_step", "wait_median_us", "wait_p99_us")),
@@ -255,8 +256,6 @@ def _add_site(a: Site, b: Site) -> Site:
         for name in names:
             known = [value for value in (getattr(a, name), getattr(b, name)) if value is not None]
             setattr(a, name, way(known) if known else None)
-    phases = a.count_per_phase | b.count_per_phase
-    a.count_per_phase = {p: max(a.count_per_phase.get(p, 0.0), b.count_per_phase.get(p, 0.0)) for p in phases}
     a.outside = max(a.outside, b.outside)
     a.waited = None if a.waited is None or b.waited is None else a.waited + b.waited
     a.warmup_only &= b.warmup_only
@@ -267,3 +266,11 @@ def _add_site(a: Site, b: Site) -> Site:
     if a.worst and b.worst:
         a.worst = max(a.worst, b.worst, key=lambda e: (e.bubble_us or 0.0, e.wait_us or 0.0))
     return a
+
+
+def _join_phases(a: Site, b: Site) -> dict[str, float]:
+    """Return the larger count of each phase; none where a trace has steps and does not give their phases."""
+    marked = [site.count_per_phase for site in (a, b) if site.count_per_step is not None]
+    if not all(marked):
+        return {}
+    return {phase: max(counts.get(phase, 0.0) for counts in marked) for phase in itertools.chain(*marked)}

@@ -274,7 +274,7 @@ class Occurrences(NamedTuple):
     """Hold how the occurrences of one site are distributed over the steps."""
 
     per_step: float | None = None  # mean over the steps of steady state, of the phase that has most; None without steps
-    per_phase: dict[str, float] = {}  # noqa: RUF012 -- never changed; mean of steady steps by phase, if several
+    per_phase: dict[str, float] = {}  # noqa: RUF012 -- never changed; mean of steady steps by phase; empty if phases are unknown
     warmup_only: bool = False  # each lies before the first step, or in a first one that is warm-up
     outside: int = 0  # number in no step that are not warm-up, such as those behind the last step
 
@@ -301,7 +301,7 @@ def count_occurrences(steps_of_site: Sequence[int | None], steps: Steps) -> Occu
     per_phase = {phase: sum(found[s] for s in members) / len(members) for phase, members in steady.items()}
     return Occurrences(
         per_step=max(per_phase.values()),
-        per_phase=per_phase if len(per_phase) > 1 else {},
+        per_phase=per_phase if any(per_phase) else {},
         warmup_only=has_warm_up and not outside and not any(per_phase.values()),
         outside=outside,
     )

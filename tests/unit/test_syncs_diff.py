@@ -286,6 +286,15 @@ def test_phases_are_compared_separately() -> None:
     assert (change.kind, change.reason) == (ChangeKind.WORSE, Reason.COUNT)
 
 
+def test_phase_that_only_the_new_side_has_is_compared_with_the_worst_old_one() -> None:
+    """A mixed step that waits five times is worse than all steps before; one that waits twice is as a prefill step."""
+    old = build.site(count_per_step=2.0, count_per_phase={"decode": 1.0, "prefill": 2.0})
+    for mixed, kind in ((2.0, ChangeKind.SAME), (5.0, ChangeKind.WORSE)):
+        phases = {"decode": 1.0, "mixed": mixed, "prefill": 2.0}
+        (change,) = compare([old], [build.site(count_per_step=mixed, count_per_phase=phases)]).changes
+        assert change.kind is kind
+
+
 def test_names_cannot_change_the_markdown(tmp_path: Path) -> None:
     hostile = Wait("f|`<b>", "engine/a|b.py")
     result = run_diff(write(tmp_path, "a.json"), write(tmp_path, "b.json", hostile), "--format", "markdown")

@@ -152,6 +152,24 @@ class TestBaseline:
         assert [f.reason for f in found.findings] == ["more"]
         assert found.findings[0].message.endswith("2.5 per step here, 2 in the baseline")
 
+    def test_one_more_call_in_five_thousand_steps_is_a_finding(self) -> None:
+        known = make_baseline(build.report(build.site(count_per_step=1.0)))
+        found = judge(build.report(build.site(count_per_step=5001 / 5000)), baseline=known)
+        assert [f.reason for f in found.findings] == ["more"]
+
+    def test_phase_that_the_baseline_lacks_is_compared_with_its_worst_phase(self) -> None:
+        """The baseline has 1 wait in decode and 2 in prefill steps, so a mixed step may have 2 and a decode step 1."""
+        known = make_baseline(
+            build.report(build.site(count_per_step=2.0, count_per_phase={"decode": 1.0, "prefill": 2.0}))
+        )
+        for phases, code in (
+            ({"decode": 1.0, "mixed": 2.0}, 0),
+            ({"decode": 1.0, "mixed": 5.0}, 1),
+            ({"decode": 2.0}, 1),
+        ):
+            report = build.report(build.site(count_per_step=max(phases.values()), count_per_phase=phases))
+            assert judge(report, baseline=known).exit_code == code
+
     def test_baseline_sums_lines_that_share_a_fingerprint(self) -> None:
         """Moved or split lines are no new site: the baseline has 1 + 1 per step, and the report 0.5 + 1.5; a third line
         exceeds it.

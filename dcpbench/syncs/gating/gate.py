@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dcpbench.syncs.sync_report import Report, Site, TraceSummary
     from dcpbench.syncs.trace_ranks import MissingRanks
 
-SLACK = 1e-3  # counts per step are rounded in a baseline; a smaller difference is that
+SLACK = 10**-baselines.DIGITS / 2  # counts per step are rounded in a baseline; a smaller difference is that
 DAMAGED = "ends early or is damaged, so that syncs may be missing: record it again, with fewer steps"  # default reason
 UNUSED = "baseline: the operator {name} was not used, or has been measured since: write the baseline again."
 MAX_SITES_NAMED = 3  # sites that a message about a sum names
@@ -215,7 +215,7 @@ def _describe_growth(now: Entry, entry: Entry, count: int) -> str:
     if entry.count_per_step is not None and now.count_per_step is not None:
         grown = [
             f"{format_count_per_step(count)} per {phase}step here, {format_count_per_step(before)} in the baseline"
-            for phase, count, before in list_shared_phases(now, entry)
+            for phase, count, before in list_phase_counts(now, entry)
             if count > before + SLACK
         ]
         if now.outside > entry.outside:
@@ -225,12 +225,20 @@ def _describe_growth(now: Entry, entry: Entry, count: int) -> str:
     return f"{count} in all here, {before} in the baseline" if count > before else ""
 
 
-def list_shared_phases(now: Entry | SiteCost, entry: Entry | SiteCost) -> list[tuple[str, float, float]]:
-    """Return (phase and a blank, count per step here, count per step before) of each phase that both know."""
-    both = [phase for phase in now.count_per_phase if phase in entry.count_per_phase]
-    if not both:
-        return [("", now.count_per_step or 0.0, entry.count_per_step or 0.0)]
-    return [(f"{phase} ", now.count_per_phase[phase], entry.count_per_phase[phase]) for phase in both]
+def list_phase_counts(now: Entry | SiteCost, entry: Entry | SiteCost) -> list[tuple[str, float, float]]:
+    """Return (phase and a blank, count per step here, count per step before) of each phase that both know.
+
+    A phase that only this side knows is listed if it has more than each phase had before. The phase is empty where a
+    side knows none.
+    """
+    worst = entry.count_per_step or 0.0
+    if not now.count_per_phase or not entry.count_per_phase:
+        return [("", now.count_per_step or 0.0, worst)]
+    return [
+        (f"{phase} ", count, entry.count_per_phase.get(phase, worst))
+        for phase, count in now.count_per_phase.items()
+        if phase in entry.count_per_phase or count > worst
+    ]
 
 
 def _check_per_step(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[Finding | str]:
