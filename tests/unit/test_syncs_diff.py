@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from dcpbench.commands.syncs import app
 from dcpbench.errors import UsageError
+from dcpbench.syncs.formats.changes_text import render_markdown
 from dcpbench.syncs.site_changes import ChangeKind, Reason, Thresholds, compare_reports
 from dcpbench.syncs.sync_report import encode_json
 from tests.unit import syncs_builder as build
@@ -293,6 +295,20 @@ def test_phase_that_only_the_new_side_has_is_compared_with_the_worst_old_one() -
         phases = {"decode": 1.0, "mixed": mixed, "prefill": 2.0}
         (change,) = compare([old], [build.site(count_per_step=mixed, count_per_phase=phases)]).changes
         assert change.kind is kind
+
+
+def test_markdown_of_many_sites_fits_in_a_comment() -> None:
+    """Long paths with underscores, each of which Markdown needs five characters for, in files with other names."""
+    folder = "python/sglang/srt/managers/scheduler_components/batch_result_processor_mixin"
+    sides = [
+        [build.site(f"{side}{n}", function=f"f_{n}", file=f"{folder}_{side}.py") for n in range(300)] for side in "ab"
+    ]
+    changes = compare(sides[0], [msgspec.structs.replace(site, count_per_step=2.0) for site in sides[1]])
+    text = render_markdown(changes)
+    rows = text.count("| ❌ | worse by count<br>moved |")
+    assert 50 < rows < 300
+    assert f"{300 - rows} more sites left out here" in text
+    assert len(text) < 65_536
 
 
 def test_names_cannot_change_the_markdown(tmp_path: Path) -> None:

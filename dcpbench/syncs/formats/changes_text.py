@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 STYLES = {ChangeKind.NEW: "red", ChangeKind.WORSE: "red", ChangeKind.BETTER: "green", ChangeKind.GONE: "green"}
 SIGNS = {ChangeKind.NEW: "❌", ChangeKind.WORSE: "❌", ChangeKind.BETTER: "✅", ChangeKind.GONE: "✅"}
 ARROW = " → "
-MAX_SITES = 200  # rows of the Markdown table; a comment may have 65,536 characters
+MAX_TABLE_CHARS = 50_000  # of the Markdown table; a comment may have 65,536 characters
 MEASURED_ONCE = (
     "Counts are exact. Times are those of one recording each; a site is worse or better by them only beyond --tolerance and "
     "--min-us."
@@ -66,10 +67,12 @@ def render_markdown(changes: ReportChanges) -> str:
     elif changes.failing:
         head = f"❌ Hidden synchronisation: {format_count(len(changes.failing), 'new or worse site')}"
     titles = ("", "Change", "Rule", "Where", f"Count per {unit}", f"Bubble ≤ per {unit}", f"Wait per {unit}")
-    rows = [titles, ("---", "---", "---", "---", "---:", "---:", "---:"), *map(_build_row, shown[:MAX_SITES])]
-    table = "\n".join(map(format_markdown_row, rows)) if shown else ""
-    left = len(shown) - MAX_SITES
-    more = f"{format_count(left, 'more site')} left out here; `--json` has them." if left > 0 else ""
+    heading = [titles, ("---", "---", "---", "---", "---:", "---:", "---:")]
+    rows = [format_markdown_row(row) for row in (*heading, *map(_build_row, shown))]
+    fitting = sum(chars <= MAX_TABLE_CHARS for chars in itertools.accumulate(map(len, rows)))
+    table = "\n".join(rows[:fitting]) if shown else ""
+    left = len(rows) - fitting
+    more = f"{format_count(left, 'more site')} left out here; `--json` has them." if left else ""
     note = MEASURED_ONCE if shown else ""
     reasons = format_bullet_list(map(format_markdown_text, changes.reasons))
     parts = [f"## {head}", reasons, table, more, format_markdown_text(format_summary(changes)), note]
