@@ -143,7 +143,9 @@ ENGINES = (
 
 
 def check_step_range(pattern: str | None, name: str = "--step-range") -> None:
-    """Raise UsageError if a pattern is no regular expression; `name` is that of its option or key."""
+    """Raise UsageError if a pattern is empty or no regular expression; `name` is that of its option or key."""
+    if pattern == "":
+        raise UsageError(f"{name} is empty; give a regular expression such as '^decode_step', or leave it out.")
     try:
         re.compile(pattern or "")
     except re.error as e:

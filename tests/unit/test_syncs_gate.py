@@ -128,6 +128,12 @@ class TestMaxBubble:
         report = build.report(build.site("a", bubble_us=200.0), build.site("b", bubble_us=100.0))
         assert judge(report, max_bubble_us=limit).exit_code == code
 
+    def test_message_of_a_bubble_just_above_its_limit_has_the_difference(self) -> None:
+        (finding,) = judge(build.report(build.site(bubble_us=477.3)), max_bubble_us=477.0).findings
+        assert finding.message.startswith(
+            "bubble of 477 µs in all, 0.3 µs above the limit of 477 µs: 477 µs in check_all"
+        )
+
     def test_max_bubble_with_an_unknown_bubble_cannot_answer(self) -> None:
         found = judge(build.report(build.site(bubble_us=None)), max_bubble_us=10.0)
         assert found.exit_code == 3
@@ -151,11 +157,9 @@ class TestBaseline:
         found = judge(build.report(build.site(count_per_step=2.5, count=5)), baseline=known)
         assert [f.reason for f in found.findings] == ["more"]
         assert found.findings[0].message.endswith("2.5 per step here, 2 in the baseline")
-
-    def test_one_more_call_in_five_thousand_steps_is_a_finding(self) -> None:
         known = make_baseline(build.report(build.site(count_per_step=1.0)))
-        found = judge(build.report(build.site(count_per_step=5001 / 5000)), baseline=known)
-        assert [f.reason for f in found.findings] == ["more"]
+        (finding,) = judge(build.report(build.site(count_per_step=5001 / 5000)), baseline=known).findings
+        assert finding.message.endswith("1.0002 per step here, 1 in the baseline")
 
     def test_phase_that_the_baseline_lacks_is_compared_with_its_worst_phase(self) -> None:
         """The baseline has 1 wait in decode and 2 in prefill steps, so a mixed step may have 2 and a decode step 1."""
@@ -453,6 +457,18 @@ class TestComments:
         calls = [CallLine(line=line, text="") for line in lines]
         site = build.site(file="m.py", line=1, line_is=FUNCTION, call_lines=calls)
         assert judge(build.report(site), root=tmp_path, source=source).allowed.get("f1") == reason
+
+    @pytest.mark.parametrize(
+        ("comment", "reason"),
+        [
+            ("(one read (of a step))", "one read (of a step)"),
+            ("(one read)  # noqa: S101 (see above)", "one read"),
+            ("(see #12) because", "see #12"),
+        ],
+    )
+    def test_reason_ends_before_a_further_comment(self, comment: str, reason: str, tmp_path: Path) -> None:
+        (tmp_path / "m.py").write_text(f"t.item()  # dcpbench: allow-sync{comment}\n")
+        assert self.allowed(tmp_path, self.site(1, CALL)) == reason
 
     def test_comment_without_a_reason_is_reported(self, tmp_path: Path) -> None:
         (tmp_path / "m.py").write_text(SOURCE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import math
 import re
 import shlex
 from itertools import chain
@@ -214,7 +215,7 @@ def _describe_growth(now: Entry, entry: Entry, count: int) -> str:
     """Return what has grown, as text; empty if nothing has."""
     if entry.count_per_step is not None and now.count_per_step is not None:
         grown = [
-            f"{format_count_per_step(count)} per {phase}step here, {format_count_per_step(before)} in the baseline"
+            f"{count:g} per {phase}step here, {before:g} in the baseline"  # all digits: both may start with the same four
             for phase, count, before in list_phase_counts(now, entry)
             if count > before + SLACK
         ]
@@ -280,7 +281,8 @@ def _check_bubble(counted: Sequence[Site], gate: Gate) -> Iterator[Finding | str
     total = sum(s.bubble_us or 0.0 for s in counted)
     if total > limit:
         named = _format_largest([(s.bubble_us or 0.0, s) for s in counted], format_microseconds)
-        message = f"bubble of {format_microseconds(total)} in all, the limit is {format_microseconds(limit)}: {named}"
+        above = f"{format_microseconds(total - limit)} above the limit of {format_microseconds(limit)}"
+        message = f"bubble of {format_microseconds(total)} in all, {above}: {named}"
         yield Finding(reason="bubble", message=message)
     elif unknown:
         site = f"{unknown[0].kind} in {_format_where(unknown[0])}"
@@ -316,5 +318,5 @@ def _explain_gone(entry: Entry) -> str:
 def check_limits(max_per_step: float | None, max_bubble_us: float | None) -> None:
     """Raise UsageError for limits that are no numbers."""
     for name, value in (("--max-per-step", max_per_step), ("--max-bubble-us", max_bubble_us)):
-        if value is not None and not value >= 0:
+        if value is not None and not 0 <= value < math.inf:
             raise UsageError(f"{name} {value} is no limit: give a number from 0.")
