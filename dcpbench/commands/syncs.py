@@ -211,7 +211,7 @@ class Served(Group):
 def serve(served: Served, gate: Gate, report: Report) -> int:
     """Find where a running server waits for the GPU: start its profiler, send it a small load, and scan the traces.
 
-    Exit codes: as for scan.
+    Exit codes: those of scan, also 4 if the server cannot be profiled.
 
     For example:
 

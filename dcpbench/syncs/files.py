@@ -28,6 +28,8 @@ EXPORT_TABLES = frozenset({*EVENTS, STRINGS})
 GZIP_LENGTH = 4  # bytes at the end of a gzip file that hold the length of its text
 SUFFIXES = (".json", ".json.gz")
 NSYS_SUFFIXES = (".sqlite", ".jsonl", ".jsonl.gz")  # suffixes of exports of nsys; what it writes as Parquet is a folder
+NAMES = ", ".join(f"*{suffix}" for suffix in SUFFIXES + NSYS_SUFFIXES)
+ADVICE = "give a file, a folder or a glob of Kineto traces or of exports of nsys"
 PACKED = tuple(  # suffixes refused with a hint on unpacking: no file may be skipped silently
     f".json{end}" for end in (".xz", ".bz2", ".zst", ".zip", ".tar", ".tar.gz", ".tgz")
 )
@@ -59,14 +61,14 @@ def expand_names(names: Sequence[str], skipped: Callable[[Path], None] = lambda 
     found: dict[Path, None] = {}
     for name in names:
         if not name:
-            raise UsageError("The name of a trace is empty; give a file, a folder or a glob of Kineto traces.")
+            raise UsageError(f"The name of a trace is empty; {ADVICE}.")
         path = Path(name)
         if is_export_folder(path):
             files, missing = [path], ""
         elif path.is_dir():
             files = _filter_by_suffix(path.iterdir())
             deeper = shlex.quote(str(path / "**/*.json*"))
-            missing = f"{name} holds no {' or '.join('*' + s for s in SUFFIXES)}; give a trace, or {deeper}."
+            missing = f"{name} holds no trace ({NAMES}); give one, or {deeper}."
         elif path.exists():
             files, missing = [path], ""
         elif glob.has_magic(name):
@@ -74,9 +76,9 @@ def expand_names(names: Sequence[str], skipped: Callable[[Path], None] = lambda 
             files = _filter_by_suffix(matched)
             folders = [p for p in matched if p.is_dir() and not is_export_folder(p)]
             files += [p for folder in folders for p in _filter_by_suffix(folder.iterdir())]
-            missing = f"{name!r} matches no {' or '.join('*' + s for s in SUFFIXES)} file below {Path.cwd()}."
+            missing = f"{name!r} matches no trace ({NAMES}) below {Path.cwd()}."
         else:
-            raise UsageError(f"There is no trace {name}; give a file, a folder or a glob of Kineto traces.")
+            raise UsageError(f"There is no trace {name}; {ADVICE}.")
         if not files:
             raise UsageError(missing)
         if path not in files:
