@@ -340,15 +340,19 @@ def _compute_midpoints(table: Table) -> Floats:
 
 
 def _find_explained_events(events: Table, calls: Table) -> Bools:
-    """Return a mask of `cuda_sync` events that belong to one of these calls: by id, or, if either has none, by time,
-    one to each.
+    """Return a mask of `cuda_sync` events that belong to one of these calls: by id, or, if either has none, by time.
+
+    Calls of several threads may contain an event, so that each event goes to the call with the most similar start and end.
     """
     known = match_keys(calls.correlation, events.correlation) >= 0
     free = np.flatnonzero(match_keys(events.correlation, calls.correlation) < 0)
     left = np.flatnonzero(~known)
     moment, at = find_containing(calls.start[free], calls.end[free], _compute_midpoints(events)[left])
+    pairs = left[moment], free[at]
+    apart = np.abs(events.start[pairs[0]] - calls.start[pairs[1]]) + np.abs(events.end[pairs[0]] - calls.end[pairs[1]])
+    nearest_first = np.argsort(apart, kind="stable")
     taken: set[int] = set()
-    for event, call in zip(left[moment].tolist(), free[at].tolist(), strict=True):
+    for event, call in zip(*(rows[nearest_first].tolist() for rows in pairs), strict=True):
         without = events.correlation[event] == -1 or calls.correlation[call] == -1
         if without and not known[event] and call not in taken:
             known[event] = True
