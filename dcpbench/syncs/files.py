@@ -68,7 +68,7 @@ def expand_names(names: Sequence[str], skipped: Callable[[Path], None] = lambda 
         elif path.is_dir():
             files = _filter_by_suffix(path.iterdir())
             deeper = shlex.quote(str(path / "**/*.json*"))
-            missing = f"{name} holds no trace ({NAMES}); give one, or {deeper}."
+            missing = f"{name} holds no trace ({NAMES}); give a trace, or {deeper}."
         elif path.exists():
             files, missing = [path], ""
         elif glob.has_magic(name):

@@ -272,7 +272,7 @@ class TestCudaSyncEvents:
 
     def test_sync_events_without_ids_go_to_the_calls_of_similar_length(self, trace: Trace, tmp_path: Path) -> None:
         """A short wait lies within a long one on another thread; its event comes first and is not that of the long one."""
-        for tid, start, end in ((5, 40, 60), (6, 10, 90)):
+        for tid, start, end in ((5, 20, 30), (6, 10, 90)):
             trace.call("cudaStreamSynchronize", start, end, tid=tid)
             trace.add("cuda_sync", "Stream Sync", start + 1, end - 1, pid=0, tid=7)
         assert sum(site.count for site in trace.scan(tmp_path).sites) == 2
