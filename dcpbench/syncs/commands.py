@@ -268,7 +268,7 @@ def prepare_baseline_gate(options: GateOptions, out: OutputOptions, path: Path) 
     given = [name for name, value in limits.items() if value is not None] + ["--format"] * (out.form != "table")
     if given:
         raise UsageError(f"--write-baseline writes no report, so {given[0]} has no meaning: leave one of them out.")
-    check_output(path, force=out.force)
+    check_output(path, force=out.force, option="--write-baseline")
     return _load_gate(options)[0]
 
 

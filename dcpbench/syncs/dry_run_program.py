@@ -82,7 +82,7 @@ def run_without_gpu(
     """
     from dcpbench.syncs import process_tree
     from dcpbench.syncs.commands import finish_report, prepare_baseline_gate, prepare_gate, write_baseline
-    from dcpbench.syncs.run import run_process
+    from dcpbench.syncs.run import mark_unmatched_steps, run_process
 
     python, flags, job = parse_command(command)
     gate = prepare_gate(options, out, "dry-run") if baseline is None else prepare_baseline_gate(options, out, baseline)
@@ -100,6 +100,8 @@ def run_without_gpu(
             f"{make_printable(job.name)} ended with exit code {answer.code}; what it did before is known, the rest is not.\n"
         )
         answer.report.traces[0].coverage.complete = False
+    else:
+        mark_unmatched_steps(answer.report, gate)
     if baseline is None:
         verdict = finish_report(answer.report, gate, out)
     else:

@@ -176,19 +176,23 @@ def _strip_export(path: Path) -> str | None:
     return path.name.removesuffix(suffix) if suffix else None
 
 
-def check_output(path: Path | None, *, force: bool) -> None:
-    """Raise OutputError if a file cannot be written, or exists already and --force was not given."""
+def check_output(path: Path | None, *, force: bool, option: str = "-o") -> None:
+    """Raise OutputError if a file cannot be written, or exists already and --force was not given.
+
+    `option` is the one that names the file.
+    """
     if path is None:
         return
     if path.is_dir():
-        raise OutputError(f"{path} is a folder; give a file with -o, such as {shlex.quote(str(path / 'syncs.json'))}.")
+        example = shlex.quote(str(path / "syncs.json"))
+        raise OutputError(f"{path} is a folder; give a file with {option}, such as {example}.")
     if path.exists() and not force:
-        raise OutputError(f"{path} exists; give another file with -o, or --force to write over it.")
+        raise OutputError(f"{path} exists; give another file with {option}, or --force to write over it.")
     if not path.parent.is_dir():
         raise OutputError(f"There is no folder {path.parent}; make it with mkdir -p {shlex.quote(str(path.parent))}.")
     in_place = path.is_symlink() or (path.exists() and not path.is_file())  # such as /dev/stdout
     if not in_place and not os.access(path.parent, os.W_OK):
-        raise OutputError(f"No file can be made in {path.parent}; give a file in another folder with -o.")
+        raise OutputError(f"No file can be made in {path.parent}; give a file in another folder with {option}.")
 
 
 def check_inputs(output: Path | None, inputs: Iterable[Path]) -> None:

@@ -285,11 +285,18 @@ def scan_recordings(folder: Path, gate: Gate) -> Report:
             return scan_traces(paths, root=gate.root, step_range=gate.step_range, progress=progress)
         except UsageError:
             report = scan_traces(paths, root=gate.root, progress=progress)
-    for trace in report.traces:
+    mark_unmatched_steps(report, gate)
+    return report
+
+
+def mark_unmatched_steps(report: Report, gate: Gate) -> None:
+    """Make the report incomplete if --step-range is given and matches no range of the program."""
+    if gate.step_range is None or any(trace.steps for trace in report.traces):
+        return
+    for trace in (trace for trace in report.traces if not trace.front_end):
         trace.coverage.complete = False
         advice = "name one that is there, or leave it out"
         trace.coverage.damage.append(f"has no range that matches --step-range {gate.step_range!r}: {advice}")
-    return report
 
 
 def add_notes(report: Report, notes: Sequence[Note], recording: Recording) -> None:

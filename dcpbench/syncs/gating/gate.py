@@ -135,7 +135,7 @@ def apply_permissions(report: Report, gate: Gate, today: dt.date) -> list[str]:
 def explain_no_answer(trace: TraceSummary) -> str:
     """Return why a trace cannot answer, with the option to use; empty if it can, or if it is that of a front end."""
     seen = trace.coverage
-    if seen.detector == "dry-run" and not seen.complete:
+    if seen.detector == "dry-run" and not (seen.complete or seen.damage):
         return f"{trace.path} did not run to its end, so that later waits are unknown: let it end with exit code 0."
     if seen.detector == "dry-run" and not (seen.ops or trace.front_end or explain_unseen_parts(trace)):
         return (
