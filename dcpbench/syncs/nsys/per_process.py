@@ -109,7 +109,7 @@ class _Process:
         found = self._ranges.get(text)
         if found is None:
             name, kind = schema.parse_range(_decode(text))
-            found = self._ranges[text] = self.columns.number_name(name or "(no name)"), kind == "ops"
+            found = self._ranges[text] = self.columns.name_ids[name or "(no name)"], kind == "ops"
         return found
 
 
@@ -183,7 +183,7 @@ class _Reader:
             if len(missing):
                 self.strings |= self.export.read_strings(missing)
             for i in new:
-                known[i] = process.columns.number_name(convert(self.strings.get(i, "")))
+                known[i] = process.columns.name_ids[convert(self.strings.get(i, ""))]
             return [known[i] for i in unique]
 
         return _map_ids(ids, number)
@@ -228,7 +228,7 @@ class _Reader:
 
     def _number_threads(self, process: _Process, ids: Ints) -> NDArray[np.int32]:
         columns = process.columns
-        return _map_ids(ids, lambda unique: [columns.number_thread(*_parse_thread(i)) for i in unique])
+        return _map_ids(ids, lambda unique: [columns.thread_ids[_parse_thread(i)] for i in unique])
 
     def _add_work(self, table: str, block: Block) -> None:
         block = self._take_timed(block)
@@ -349,7 +349,8 @@ class _Reader:
             for thread, name in zip(block["globalTid"].tolist(), block["nameId"].tolist(), strict=True):
                 process = self.processes.get(thread >> schema.PROCESS_SHIFT)
                 if process and name in names:
-                    process.columns.label_thread(*_parse_thread(thread), names[name])
+                    columns = process.columns
+                    columns.labels[columns.thread_ids[_parse_thread(thread)]] = names[name]
 
     def _add_stacks(self, samples: list[_Sample]) -> None:
         """Add the calls, those that may wait with their Python frames."""
@@ -367,10 +368,10 @@ def _add_calls(export: Export, process: _Process, samples: list[_Sample]) -> Non
     traced = np.flatnonzero(may_wait & (chains != NONE))
     texts = read_chains(export, np.unique(chains[traced])) if len(traced) else {}
     stack = np.full(len(may_wait), NONE, np.int32)
-    stack[traced] = [columns.number_stack(texts.get(chain, "")) for chain in chains[traced].tolist()]
+    stack[traced] = [columns.stack_ids[texts.get(chain, "")] for chain in chains[traced].tolist()]
     alone = np.flatnonzero(may_wait & (stack == NONE))
     for call, text in _find_sampled(export, calls, alone, samples).items():
-        stack[call] = columns.number_stack(text)
+        stack[call] = columns.stack_ids[text]
     columns.add_rows(
         "calls",
         calls["start"],
@@ -442,7 +443,7 @@ def _uses_gpu(process: _Process) -> bool:
     uses = columns.match_names(
         lambda name: any(word in name for word in _LAUNCHES) or get_wait_kind(name) in SYNCHRONISE
     )
-    return columns.has_rows("gpu") or any(bool(uses[part["name"]].any()) for part in process.calls)
+    return bool(columns.parts["gpu"]) or any(bool(uses[part["name"]].any()) for part in process.calls)
 
 
 def _list_lost_work(columns: Columns) -> list[str]:
@@ -486,7 +487,7 @@ def _number_streams(columns: Columns, devices: Ints, streams: Ints) -> NDArray[n
     """Return the numbers of streams; ids of streams have 32 bits."""
 
     def number(unique: list[int]) -> list[int]:
-        return [columns.number_thread(f"GPU {key >> _STREAM_BITS}", key & (1 << _STREAM_BITS) - 1) for key in unique]
+        return [columns.thread_ids[f"GPU {key >> _STREAM_BITS}", key & (1 << _STREAM_BITS) - 1] for key in unique]
 
     return _map_ids((devices << _STREAM_BITS) | (streams & (1 << _STREAM_BITS) - 1), number)
 
@@ -529,6 +530,6 @@ _NAMES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {  # columns of 
 def _number_rows(columns: Columns, rows: Block, table: str) -> NDArray[np.int32]:
     """Return the numbers of the names of these rows; unknown kinds have none, which counts as unreadable."""
     names, format_name = _NAMES[table]
-    number = functools.cache(lambda *key: columns.number_name(format_name(*key)))
+    number = functools.cache(lambda *key: columns.name_ids[format_name(*key)])
     keys = zip(*(rows[name].tolist() for name in names), strict=True)
     return np.array([number(*key) for key in keys], np.int32)

@@ -123,9 +123,9 @@ class Columns:
         self._begun = False
         self.devices: set[object] = set()  # GPUs that had work
         self.foreign: set[str] = set()  # categories of events of other accelerators
-        self._name, self._stack, self._odd_id, self._thread = Ids(), CallStacks(), Ids(), Threads()
-        self._labels: dict[int, str] = {}
-        self._parts: dict[str, list[dict[str, NDArray[Any]]]] = {kind: [] for kind in FIELDS}
+        self.name_ids, self.stack_ids, self.thread_ids, self._odd_ids = Ids(), CallStacks(), Threads(), Ids()
+        self.labels: dict[int, str] = {}  # names of threads, by their numbers
+        self.parts: dict[str, list[dict[str, NDArray[Any]]]] = {kind: [] for kind in FIELDS}
 
     def add_events(self, events: list[Event]) -> None:
         """Take what is needed of a block. An empty first event is none: RPD, a profiler of ROCm, begins its files so."""
@@ -139,7 +139,7 @@ class Columns:
             if kind:
                 timed = [e for e in group if e.ph == "X"]
                 self._add_columns(kind, timed)
-                self.driver_names |= {self._name[e.name] for e in timed} if category in DRIVER else set()
+                self.driver_names |= {self.name_ids[e.name] for e in timed} if category in DRIVER else set()
                 self.problems.unreadable_events += len(group) - len(timed) if kind in CAUSES else 0
             elif not category:
                 self._read_labels(group)
@@ -153,7 +153,7 @@ class Columns:
         for e in events:
             if e.ph == "M":
                 if e.name == "thread_name" and e.args is not None:
-                    self._labels[self._thread[e.pid, e.tid]] = str(e.args.name)
+                    self.labels[self.thread_ids[e.pid, e.tid]] = str(e.args.name)
             elif not e.ph or e.name.startswith(STEP) or (e.args is not None and e.args.correlation != NONE):
                 self.problems.unreadable_events += 1
 
@@ -181,32 +181,12 @@ class Columns:
         if kind in TIMED:
             self.problems.untimed_events += int((~((length >= 0) & (length < MAX_TIME_US))).sum())
         length = np.where(np.abs(length) < MAX_TIME_US, length, 0.0).clip(min=0)
-        if kind in CAUSES and "" in self._name:
-            self.problems.unreadable_events += int((fields["name"] == self._name[""]).sum())
-        self._parts[kind].append({"start": start, "end": start + length, **fields})
-
-    def number_name(self, name: str) -> int:
-        """Return the number of a name for `add_rows`."""
-        return self._name[name]
-
-    def number_stack(self, stack: str) -> int:
-        """Return the number of a call stack for `add_rows`, NONE for one without frames."""
-        return self._stack[stack]
-
-    def number_thread(self, process: object, thread: object) -> int:
-        """Return the number of a thread or stream for `add_rows`."""
-        return self._thread[process, thread]
-
-    def label_thread(self, process: object, thread: object, label: str) -> None:
-        """Set the name of a thread."""
-        self._labels[self._thread[process, thread]] = label
-
-    def has_rows(self, kind: str) -> bool:
-        """Return whether events of a kind were taken; before `close` alone."""
-        return bool(self._parts[kind])
+        if kind in CAUSES and "" in self.name_ids:
+            self.problems.unreadable_events += int((fields["name"] == self.name_ids[""]).sum())
+        self.parts[kind].append({"start": start, "end": start + length, **fields})
 
     def _build_column(self, field: str, events: list[Event], args: list[Args]) -> NDArray[Any]:
-        name, thread, stack = self._name, self._thread, self._stack
+        name, thread, stack = self.name_ids, self.thread_ids, self.stack_ids
         if field == "name":
             return np.array([name[e.name] for e in events], np.int32)
         if field == "thread":
@@ -230,11 +210,11 @@ class Columns:
             number = int(value)  # type: ignore[call-overload]
         except (TypeError, ValueError, OverflowError):
             number = -(1 << 63)
-        return number if NONE <= number < 1 << 62 else -2 - self._odd_id[value]
+        return number if NONE <= number < 1 << 62 else -2 - self._odd_ids[value]
 
     def match_names(self, test: Callable[[str], object]) -> NDArray[np.bool_]:
         """Return for each name, by its number, whether it passes the test."""
-        return np.array([bool(test(name)) for name in self._name], bool)
+        return np.array([bool(test(name)) for name in self.name_ids], bool)
 
     def list_ranges(self) -> list[str]:
         """Return the name of each annotation; after `close`."""
@@ -242,15 +222,15 @@ class Columns:
 
     def close(self) -> Columns:
         """Return these columns after all blocks were added."""
-        self.names, self.stacks = list(self._name), list(self._stack)
-        self.thread_names = [self._format_thread_name(n, tid) for n, (_, tid) in enumerate(self._thread.numbers)]
-        self.tables, self.repeated = _drop_repeats({kind: _join_parts(parts) for kind, parts in self._parts.items()})
+        self.names, self.stacks = list(self.name_ids), list(self.stack_ids)
+        self.thread_names = [self._format_thread_name(n, tid) for n, (_, tid) in enumerate(self.thread_ids.numbers)]
+        self.tables, self.repeated = _drop_repeats({kind: _join_parts(parts) for kind, parts in self.parts.items()})
         self.driver_calls = int(np.isin(self.tables["calls"].name, list(self.driver_names)).sum())
         return self
 
     def _format_thread_name(self, number: int, tid: object) -> str:
         """Format `thread 4242 (python3)`; kineto's own label repeats the number."""
-        label = self._labels.get(number, "").removeprefix("thread ").strip()
+        label = self.labels.get(number, "").removeprefix("thread ").strip()
         return f"thread {label}" if str(tid) in label else f"thread {tid}" + (f" ({label})" if label else "")
 
 
