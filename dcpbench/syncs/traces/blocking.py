@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.traces.intervals import find_chains, find_containing, match_keys
+from dcpbench.syncs.traces.intervals import find_chains, find_containing, match_keys, take_known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,7 +157,7 @@ def find_blocking_calls(columns: Columns) -> BlockingCalls:
     calls, gpu = columns.tables["calls"], columns.tables["gpu"]
     kinds = [get_wait_kind(name) for name in columns.names]
     harmless = columns.match_names(_HARMLESS.search)
-    rows = np.flatnonzero(~harmless[calls.name]) if len(calls) else np.zeros(0, np.int64)
+    rows = np.flatnonzero(~harmless[calls.name])
     rows = rows[np.lexsort((calls.start[rows], calls.thread[rows]))]
     calls = calls.take(rows)
     directions = [parse_direction(name) for name in columns.names]
@@ -165,7 +165,7 @@ def find_blocking_calls(columns: Columns) -> BlockingCalls:
     direction = [""] * len(calls)
     for i in np.flatnonzero(copied >= 0).tolist():
         direction[i] = directions[gpu.name[copied[i]]]
-    at = np.flatnonzero(columns.match_names(get_wait_kind)[calls.name]).tolist() if len(calls) else []
+    at = np.flatnonzero(columns.match_names(get_wait_kind)[calls.name]).tolist()
     kind = {i: kinds[calls.name[i]] for i in at}
     partner = _match_previous_copies(columns, calls, kind, direction)
     counted = set(partner.values())
@@ -218,9 +218,8 @@ def _match_copies(calls: Table, gpu: Table, is_copy: Bools) -> Ints:
     """Return the row in the GPU table of each call's copy, or -1; other GPU work with the same id, of another process,
     is none.
     """
-    copies = np.flatnonzero(is_copy[gpu.name]) if len(gpu) else np.zeros(0, np.int64)
-    at = match_keys(gpu.correlation[copies], calls.correlation)
-    return np.where(at >= 0, copies[at], -1) if len(copies) else at
+    copies = np.flatnonzero(is_copy[gpu.name])
+    return take_known(copies, match_keys(gpu.correlation[copies], calls.correlation), -1)
 
 
 def _get_external_ids(table: Table) -> Ints:
@@ -234,7 +233,7 @@ def _find_timed_calls(columns: Columns, calls: Table) -> Bools:
     """
     reads = columns.match_names(_ELAPSED.match)
     timed = np.zeros(len(calls), bool)
-    timed[:-1] = reads[calls.name[1:]] & (calls.thread[1:] == calls.thread[:-1]) if len(calls) else False
+    timed[:-1] = reads[calls.name[1:]] & (calls.thread[1:] == calls.thread[:-1])
     return timed
 
 
@@ -309,7 +308,7 @@ def _find_in_sync_events(columns: Columns, explains: Bools) -> list[BlockingCall
     events, calls, ops = columns.tables["syncs"], columns.tables["calls"], columns.tables["ops"]
     kinds = [SYNC_EVENTS.get(name) for name in columns.names]
     waits = columns.match_names(SYNC_EVENTS.get)
-    alone = np.flatnonzero(waits[events.name]) if len(events) else np.zeros(0, np.int64)
+    alone = np.flatnonzero(waits[events.name])
     alone = alone[~_find_explained_events(events.take(alone), calls.take(np.flatnonzero(explains)))]
     if not len(alone):
         return []
@@ -322,9 +321,8 @@ def _find_in_sync_events(columns: Columns, explains: Bools) -> list[BlockingCall
             -1,
         )
     linked = _get_external_ids(events)
-    op = match_keys(ops.external, linked)
-    thread = np.where(op >= 0, ops.thread[op], -1) if len(ops) else np.full(len(alone), -1)
-    thread = np.where(call >= 0, calls.thread[call], thread) if len(calls) else thread
+    thread = take_known(ops.thread, match_keys(ops.external, linked), -1)
+    thread = take_known(calls.thread, call, thread)
     found = []
     rows = (column.tolist() for column in (events.start, events.end, events.name, thread, linked))
     for start, end, name, by, link in zip(*rows, strict=True):
