@@ -311,6 +311,17 @@ def test_markdown_of_many_sites_fits_in_a_comment() -> None:
     assert len(text) < 65_536
 
 
+def test_rank_that_only_one_side_has_is_noted(tmp_path: Path) -> None:
+    """Without its trace on the new side, the comparison finds nothing worse."""
+    for folder, ranks in (("old", 3), ("new", 2)):
+        (tmp_path / folder).mkdir()
+        for rank in range(ranks):
+            (tmp_path / folder / f"rank{rank}.json").write_text(record(Wait(line=10 + rank)).text())
+    result = run_diff(tmp_path / "old", tmp_path / "new")
+    assert "note: The old side has traces of ranks 0, 1, 2, the new one of 0, 1: waits of" in result.stderr
+    assert "note:" not in run_diff(tmp_path / "old", tmp_path / "old").stderr
+
+
 def test_names_cannot_change_the_markdown(tmp_path: Path) -> None:
     hostile = Wait("f|`<b>", "engine/a|b.py")
     result = run_diff(write(tmp_path, "a.json"), write(tmp_path, "b.json", hostile), "--format", "markdown")
