@@ -60,7 +60,7 @@ class Gate(Group):
         metavar="FILE",
     )
     max_per_step: float | None = GATE(
-        "Synchronisations per step over all sites; more are a finding. Default: none.", metavar="N"
+        "Synchronisations per step of a rank, over all sites; more are a finding. Default: none.", metavar="N"
     )
     max_bubble_us: float | None = GATE(
         "Limit of the GPU idle time that removing the waits would save, summed over all sites and traces; more is a "

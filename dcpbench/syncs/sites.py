@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import linecache
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -217,11 +217,25 @@ def count_in_phase(site: Site, phase: str) -> float:
     return site.count_per_phase.get(phase, 0.0) if site.count_per_phase else site.count_per_step or 0.0
 
 
-def find_worst_phase(sites: Sequence[Site]) -> tuple[str, float]:
-    """Return the phase that waits most often, and how often a step of it waits; its name is empty where phases are unknown."""
+class WorstStep(NamedTuple):
+    """Hold the step that waits most often, of all traces and phases."""
+
+    phase: str  # empty where phases are unknown
+    waits: float  # waits of the step, at most: a site of several traces counts as in the worst one
+    sites: list[Site]  # sites of its trace
+
+
+def find_worst_step(sites: Sequence[Site]) -> WorstStep:
+    """Return the step that waits most often; sites of different traces do not add up."""
     phases = dict.fromkeys(phase for site in sites for phase in site.count_per_phase) or [""]
-    totals = {phase: sum(count_in_phase(site, phase) for site in sites) for phase in phases}
-    return max(totals.items(), key=lambda total: total[1])
+    traces = dict.fromkeys(trace for site in sites for trace in site.traces) or [""]
+    by_trace = [[site for site in sites if trace in site.traces or not site.traces] for trace in traces]
+    steps = [
+        WorstStep(phase, sum(count_in_phase(site, phase) for site in of_trace), of_trace)
+        for of_trace in by_trace
+        for phase in phases
+    ]
+    return max(steps, key=lambda step: step.waits)
 
 
 def merge_sites(per_trace: Sequence[Sequence[Site]], *, by_line: bool = False) -> list[Site]:

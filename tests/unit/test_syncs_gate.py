@@ -92,6 +92,17 @@ class TestMaxPerStep:
         assert (finding.reason, finding.fingerprint) == ("per-step", "")
         assert finding.message.startswith("2 synchronisations per step, the limit is 1: 1.5 in check_all")
 
+    def test_sites_of_different_ranks_do_not_add_up(self) -> None:
+        """Both ranks wait twice a step at a common place, and each once more at a place of its own: three times, not four."""
+        common = build.site("a", count_per_step=2.0, traces=["r0", "r1"])
+        own = [build.site(f, function=f, traces=[trace]) for f, trace in (("first", "r0"), ("last", "r1"))]
+        report = build.report(common, *own, traces=[build.trace("r0"), build.trace("r1")])
+        assert judge(report, max_per_step=3.0).exit_code == 0
+        (finding,) = judge(report, max_per_step=2.0).findings
+        assert finding.message.endswith(
+            "the limit is 2: 2 in check_all (python/engine/kv.py:12), 1 in first (python/engine/kv.py:12)"
+        )
+
     def test_message_sums_up_the_sites_that_it_does_not_name(self) -> None:
         """Five sites have one call per step and 300 µs each: three are named, and two with 600 µs of 1.5 ms are not."""
         report = build.report(*(build.site(f"f{n}", function=f"g{n}") for n in range(5)))

@@ -26,7 +26,7 @@ from dcpbench.syncs.site_text import (
     format_sentence,
     get_site_name,
 )
-from dcpbench.syncs.sites import count_in_phase, find_worst_phase
+from dcpbench.syncs.sites import count_in_phase, find_worst_step
 from dcpbench.syncs.steps import HOW_TO_MARK
 from dcpbench.syncs.sync_report import Finding, Verdict, get_sort_key
 from dcpbench.syncs.trace_ranks import find_missing
@@ -243,14 +243,14 @@ def list_phase_counts(now: Entry | SiteCost, entry: Entry | SiteCost) -> list[tu
 
 
 def _check_per_step(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[Finding | str]:
-    """Compare the sum over all sites, in the phase that has most, with --max-per-step."""
+    """Compare the sum over all sites of a trace, in the trace and phase that have most, with --max-per-step."""
     limit = gate.max_per_step
     if limit is None:
         return
     yield from _explain_no_steps(report, "--max-per-step counts per step")
-    phase, total = find_worst_phase(counted)
+    phase, total, sites = find_worst_step(counted)
     if total > limit + SLACK:
-        named = _format_largest([(count_in_phase(s, phase), s) for s in counted], format_count_per_step)
+        named = _format_largest([(count_in_phase(s, phase), s) for s in sites], format_count_per_step)
         step = f"{phase} step" if phase else "step"
         noun = "synchronisation" if total == 1 else "synchronisations"
         message = (
