@@ -24,7 +24,7 @@ import msgspec
 
 from dcpbench.errors import CapacityError, ExitCode, OutputError, UsageError
 from dcpbench.show.text import format_count, make_printable
-from dcpbench.syncs.dry_run_program import EXAMPLE, RECORDER, suggest_dry_run
+from dcpbench.syncs.dry_run_program import EXAMPLE, make_python_path, suggest_dry_run
 from dcpbench.syncs.process_tree import list_unseen_programs
 from dcpbench.syncs.recorder import child
 from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary, rename_traces
@@ -158,8 +158,7 @@ def build_environment(folder: Path, recording: Recording) -> dict[str, str]:
     and its settings.
     """
     env = dict(os.environ)
-    # An empty entry would put the current folder on the program's path.
-    env["PYTHONPATH"] = os.pathsep.join(part for part in (str(RECORDER), env.get("PYTHONPATH", "")) if part)
+    env["PYTHONPATH"] = make_python_path()
     settings = {
         "folder": str(folder.resolve()),
         "warmup": recording.warmup,

@@ -191,7 +191,10 @@ def _add_phases(steps: Steps, engine: Steps | None) -> Steps:
 def _find_engine_steps(ranges: Sequence[Range], total: LaunchedWork) -> Steps | None:
     """Return the steps of the engine that has most of them; those in which nothing happened are left out."""
     names = {r.name for r in ranges}
-    phases = {engine.marked_by: _find_phases(engine, names) for engine in ENGINES}
+    phases = {
+        engine.marked_by: {name: engine.find_phase(match) for name in names if (match := engine.pattern.match(name))}
+        for engine in ENGINES
+    }
     found = {marked_by: [r for r in ranges if r.name in of_name] for marked_by, of_name in phases.items()}
     marked_by = max(found, key=lambda engine: len(found[engine]))
     matched = [r for r in found[marked_by] if not r.empty] or found[marked_by]
@@ -221,10 +224,6 @@ def _find_preparations(
     found = begin[at]
     prepared: NDArray[np.float64] = np.where((at >= 0) & (found >= previous), found, steps.start)
     return prepared
-
-
-def _find_phases(engine: Engine, names: Iterable[str]) -> dict[str, str]:
-    return {name: engine.find_phase(match) for name in names if (match := engine.pattern.match(name))}
 
 
 def _guess_steps(ranges: Sequence[Range], total: LaunchedWork) -> Steps:

@@ -137,7 +137,9 @@ class _Reader:
         samples = self._read_ranges()
         self._label_threads()
         self._note_warnings()
-        self._add_stacks(samples)
+        for process in self.processes.values():
+            if process.calls:
+                _add_calls(self.export, process, samples)
         kept = {key: p for key, p in self.processes.items() if _uses_gpu(p)} or self._take_first()
         named = len(kept) > 1
         return [(f"process {key & schema.ID_MASK}" if named else "", _finish(p)) for key, p in sorted(kept.items())]
@@ -211,7 +213,7 @@ class _Reader:
             process.calls.append(
                 {
                     "start": rows["start"] / _NS_PER_US,
-                    "end": _end(rows),
+                    "length": _compute_length(rows),
                     "name": name,
                     "thread": self._number_threads(process, rows["globalTid"]),
                     "correlation": _clean_ids(rows["correlationId"]),
@@ -248,7 +250,7 @@ class _Reader:
             columns.add_rows(
                 "gpu",
                 rows["start"] / _NS_PER_US,
-                _end(rows),
+                _compute_length(rows),
                 name=name,
                 thread=_number_streams(columns, rows["deviceId"], rows["streamId"]),
                 correlation=_clean_ids(rows["correlationId"]),
@@ -266,7 +268,7 @@ class _Reader:
             process.columns.add_rows(
                 "syncs",
                 rows["start"] / _NS_PER_US,
-                _end(rows),
+                _compute_length(rows),
                 name=_number_rows(process.columns, rows, schema.SYNCS),
                 external=np.full(len(kinds), NONE),
                 correlation=_clean_ids(rows["correlationId"]),
@@ -352,14 +354,9 @@ class _Reader:
                     columns = process.columns
                     columns.labels[columns.thread_ids[_parse_thread(thread)]] = names[name]
 
-    def _add_stacks(self, samples: list[_Sample]) -> None:
-        """Add the calls, those that may wait with their Python frames."""
-        for process in self.processes.values():
-            if process.calls:
-                _add_calls(self.export, process, samples)
-
 
 def _add_calls(export: Export, process: _Process, samples: list[_Sample]) -> None:
+    """Add the calls of a process, those that may wait with their Python frames."""
     columns, parts = process.columns, process.calls
     calls = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     parts[1:] = []
@@ -375,7 +372,7 @@ def _add_calls(export: Export, process: _Process, samples: list[_Sample]) -> Non
     columns.add_rows(
         "calls",
         calls["start"],
-        calls["end"],
+        calls["length"],
         name=calls["name"],
         thread=calls["thread"],
         external=np.full(len(stack), NONE),
@@ -409,7 +406,8 @@ def _find_sampled(export: Export, calls: Block, rows: Ints, samples: list[_Sampl
     for thread, of_thread in by_thread.items():
         mine = rows[calls["globalTid"][rows] == thread]
         moments = np.array([sample.time for sample in of_thread]) / _NS_PER_US
-        moment, row = find_containing(calls["start"][mine], calls["end"][mine], moments)
+        start, length = calls["start"][mine], calls["length"][mine]
+        moment, row = find_containing(start, start + length, moments)
         for sample, call in zip(moment.tolist(), mine[row].tolist(), strict=True):
             found.setdefault(call, of_thread[sample].frames)
     return format_samples(export, found)
@@ -426,7 +424,7 @@ def _add_ranges(process: _Process, left_out: set[int]) -> None:
             end = np.where(np.isnan(end), np.maximum(start, process.end), end)
             nothing = {"external": np.full(len(rows), NONE), "stack": np.full(len(rows), NONE, np.int32)}
             shared = {"name": part["name"][rows], "thread": part["thread"][rows]}
-            process.columns.add_rows(kind, start, end, **shared, **(nothing if kind == "ops" else {}))
+            process.columns.add_rows(kind, start, end - start, **shared, **(nothing if kind == "ops" else {}))
     process.ranges.clear()
 
 
@@ -504,9 +502,9 @@ def _take_rows(block: Block, rows: Ints) -> Block:
     }
 
 
-def _end(rows: Block) -> NDArray[np.float64]:
-    """Return the ends in µs, NaN for an event without one."""
-    return np.where(rows["end"] == ABSENT, np.nan, rows["end"] / _NS_PER_US)
+def _compute_length(rows: Block) -> NDArray[np.float64]:
+    """Return the durations in µs, NaN for an event without an end."""
+    return np.where(rows["end"] == ABSENT, np.nan, (rows["end"] - rows["start"]) / _NS_PER_US)
 
 
 def _clean_ids(ids: Ints) -> Ints:

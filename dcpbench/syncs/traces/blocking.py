@@ -11,8 +11,6 @@ from dcpbench.syncs import rules
 from dcpbench.syncs.traces.intervals import find_chains, find_containing, match_keys, take_known
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from dcpbench.syncs.rules import Rule
     from dcpbench.syncs.traces.columns import Columns, Table
     from dcpbench.syncs.traces.intervals import Bools, Floats, Ints
@@ -79,7 +77,7 @@ class BlockingCall(NamedTuple):
     copy_waited: bool = False  # a synchronisation followed the copy; False where the copy itself blocked
     may_block: bool = False
     timed: bool = False  # the next call of the thread reads the time between two events
-    stack: int = -1  # call stack of the call, a number in `Columns.stacks`; -1 without one
+    stack: int = -1  # call stack of the call, or of its copy: a number in `Columns.stacks`; -1 without one
 
 
 class BlockingCalls:
@@ -171,7 +169,7 @@ def find_blocking_calls(columns: Columns) -> BlockingCalls:
     counted = set(partner.values())
     held = _find_held_calls(gpu, calls, copied, direction)
     links, timed = _get_external_ids(calls), _find_timed_calls(columns, calls)
-    stacks: list[int] = calls.stack.tolist()
+    stacks: list[int] = calls.stack.tolist() or [-1] * len(calls)
     found: list[BlockingCall] = []
     for i in at:
         first = copy = i
@@ -199,19 +197,12 @@ def find_blocking_calls(columns: Columns) -> BlockingCalls:
                 may_block=kind[i] == "pin"
                 or (kind[i] == "async copy" and direction[i] == "HtoD pageable" and not held[i]),
                 timed=bool(timed[i]),
-                stack=_find_stack(stacks, i, first),
+                stack=stacks[i] if stacks[i] >= 0 else stacks[first],
             )
         )
     explains = harmless[columns.tables["calls"].name]
     explains[rows[list(counted)]] = True
     return BlockingCalls(found + _find_in_sync_events(columns, explains))
-
-
-def _find_stack(stacks: Sequence[int], call: int, first: int) -> int:
-    """Return the call stack of a call, or of the copy that it waits for, or -1."""
-    if not stacks:
-        return -1
-    return stacks[call] if stacks[call] >= 0 else stacks[first]
 
 
 def _match_copies(calls: Table, gpu: Table, is_copy: Bools) -> Ints:

@@ -169,15 +169,12 @@ class Columns:
             start, length = start[fine], length[fine]
         args = [e.args or _NO_ARGS for e in events]
         fields = {field: self._build_column(field, events, args) for field in FIELDS[kind]}
-        self._add_part(kind, start, length, fields)
+        self.add_rows(kind, start, length, **fields)
         if kind == "gpu":
             self.devices |= {a.device for a in args} - {None}
 
-    def add_rows(self, kind: str, start: Floats, end: Floats, **fields: NDArray[Any]) -> None:
-        """Take events that another reader has as columns: times in microseconds, the columns of FIELDS, names by number."""
-        self._add_part(kind, start, end - start, fields)
-
-    def _add_part(self, kind: str, start: Floats, length: Floats, fields: dict[str, NDArray[Any]]) -> None:
+    def add_rows(self, kind: str, start: Floats, length: Floats, **fields: NDArray[Any]) -> None:
+        """Take events of a kind as columns: times in microseconds, the columns of FIELDS, names by number."""
         if kind in TIMED:
             self.problems.untimed_events += int((~((length >= 0) & (length < MAX_TIME_US))).sum())
         length = np.where(np.abs(length) < MAX_TIME_US, length, 0.0).clip(min=0)
