@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-PROFILER_STEP = re.compile(r"^(ProfilerStep[#*]?)(\d+)$")
+STEP = "ProfilerStep#"  # begin of the names of steps of torch.profiler
+PROFILER_STEP = re.compile(r"^ProfilerStep[#*]?\d+$")
 NUMBERED = re.compile(r"^(.*?\D|)(\d+)$")
 HOW_TO_MARK = (
     'prof.step() marks steps only where profile() has schedule=; or wrap each step in record_function(f"step {n}") and give '
@@ -172,7 +173,7 @@ def find_steps(ranges: Sequence[Range], total: LaunchedWork, pattern: str | None
         return _add_phases(named, engine)
     profiler = {r.name: r for r in reversed(ranges) if PROFILER_STEP.match(r.name)}
     if profiler:
-        return _add_phases(_make_steps("ProfilerStep#", list(profiler.values()), "profiler", total), engine)
+        return _add_phases(_make_steps(STEP, list(profiler.values()), "profiler", total), engine)
     return engine or _guess_steps(ranges, total)
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from dcpbench.records.garbage_collection import stop_garbage_collector
-from dcpbench.syncs.traces.coverage import STEP, is_one_bit_off
+from dcpbench.syncs.steps import STEP
+from dcpbench.syncs.traces.coverage import is_one_bit_off
 from dcpbench.syncs.traces.reading import Args, Event, ReadProblems
 
 if TYPE_CHECKING:
