@@ -54,7 +54,7 @@ def _build_table(shown: list[SiteChange], unit: str) -> Table:
     for change in shown:
         site, style = change.latest, "" if change.allowed else STYLES.get(change.kind, "")
         where = "\n".join(map(make_printable, [site.name, *_list_places(change)]))
-        cells = (f"{site.rule}\n{site.kind}", where, *_format_costs(change, "\n→ "))
+        cells = (f"{site.rule}\n{site.kind}", where, *_format_costs(change, "\n→ ", "\n"))
         table.add_row(Text("\n".join(map(make_printable, _list_kinds(change))), style=style), *map(Text, cells))
     return table
 
@@ -132,19 +132,19 @@ def _format_place(site: SiteCost) -> str:
     return site.file if site.line is None or not site.file else f"{site.file}:{site.line}"
 
 
-def _format_costs(change: SiteChange, between: str = ARROW) -> list[str]:
+def _format_costs(change: SiteChange, between: str = ARROW, between_phases: str = ", ") -> list[str]:
     """Return count, bubble and wait as `old → new`, or as one value where both are the same."""
     sides = [side for side in (change.old, change.new) if side is not None]
     columns = (
-        [_format_counts(side) for side in sides],
+        [_format_counts(side, between_phases) for side in sides],
         [format_microseconds(side.bubble_us) for side in sides],
         [format_microseconds(side.wait_us) for side in sides],
     )
     return [between.join(dict.fromkeys(column)) or NOTHING for column in columns]
 
 
-def _format_counts(side: SiteCost) -> str:
+def _format_counts(side: SiteCost, between_phases: str) -> str:
     if side.count_per_step is None:
         return f"{side.count:,} in all"
-    text = format_per_step(side)
+    text = format_per_step(side, between_phases)
     return f"{text} (+{side.outside:,} outside)" if side.outside else text
