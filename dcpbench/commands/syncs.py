@@ -60,7 +60,7 @@ class Gate(Group):
         metavar="FILE",
     )
     max_per_step: float | None = GATE(
-        "Synchronisations per step over all sites; more are a finding. Default: none.", metavar="N"
+        "Synchronisations per step of a rank, over all sites; more are a finding. Default: none.", metavar="N"
     )
     max_bubble_us: float | None = GATE(
         "Limit of the GPU idle time that removing the waits would save, summed over all sites and traces; more is a "
@@ -211,7 +211,7 @@ class Served(Group):
 def serve(served: Served, gate: Gate, report: Report) -> int:
     """Find where a running server waits for the GPU: start its profiler, send it a small load, and scan the traces.
 
-    Exit codes: as for scan.
+    Exit codes: those of scan, also 4 if the server cannot be profiled.
 
     For example:
 

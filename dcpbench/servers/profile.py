@@ -20,7 +20,7 @@ from dcpbench.syncs.files import drop_copies
 from dcpbench.syncs.gating.gate import can_be_finding, explain_guesses, explain_missing, explain_no_answer
 from dcpbench.syncs.recorded import MAX_RECORD_SITES, build_sync_sites
 from dcpbench.syncs.scan import scan_traces
-from dcpbench.syncs.sites import find_worst_phase
+from dcpbench.syncs.sites import find_worst_step
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -122,7 +122,7 @@ def find_waits(paths: Sequence[Path]) -> tuple[float, list[SyncSite]]:
         raise WorkerError(
             "its traces mark no steps, so that waits cannot be counted by step; see `dcpbench syncs scan`."
         )
-    _, per_step = find_worst_phase([site for site in report.sites if can_be_finding(site)])
+    per_step = find_worst_step([site for site in report.sites if can_be_finding(site)]).waits
     return per_step, build_sync_sites(report.sites, "engine")[:MAX_RECORD_SITES]
 
 

@@ -99,7 +99,7 @@ def read_source(file: str, folders: Sequence[Path]) -> SourceText | None:
     for path in _iter_places(file, folders):
         text, tree = parse_source(path) or ("", None)
         if tree is not None:
-            return SourceText(text.splitlines(), tree)
+            return SourceText(text.split("\n"), tree)  # not splitlines, which also splits at form feeds
     return None
 
 

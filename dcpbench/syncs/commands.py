@@ -201,9 +201,21 @@ def _compare_sides(
         )
     sides = zip(("Old", "New"), reports, strict=True)
     verdicts = [(name, compute_verdict(report, gate)) for name, report in sides]
-    _print_stale([text for text in verdicts[0][1].stale if text in verdicts[1][1].stale])
+    _print_notes([text for text in verdicts[0][1].stale if text in verdicts[1][1].stale])
+    _print_notes(_explain_other_ranks(reports))
     reasons = [f"{name} side: {reason}" for name, verdict in verdicts for reason in verdict.reasons]
     return compare_reports(reports[0], reports[1], thresholds, reasons)
+
+
+def _explain_other_ranks(reports: Sequence[Report]) -> list[str]:
+    """Return a sentence if both sides of a comparison have ranks, and not the same ones."""
+    ranks = [{trace.rank for trace in report.traces if trace.rank is not None} for report in reports]
+    if not all(ranks) or ranks[0] == ranks[1]:
+        return []
+    old, new = (", ".join(map(str, sorted(found))) for found in ranks)
+    return [
+        f"The old side has traces of ranks {old}, the new one of {new}: waits of a rank without a trace are not known."
+    ]
 
 
 def _measure_terminal(output: Path | None) -> tuple[int, bool]:
@@ -213,8 +225,8 @@ def _measure_terminal(output: Path | None) -> tuple[int, bool]:
     return shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns, "NO_COLOR" not in os.environ
 
 
-def _print_stale(sentences: Sequence[str]) -> None:
-    """Name permissions of no use on stderr, for commands with a report that has no place for them."""
+def _print_notes(sentences: Sequence[str]) -> None:
+    """Write sentences to stderr for which a report has no place, such as those on permissions of no use."""
     sys.stderr.writelines(f"note: {make_printable(text)}\n" for text in sentences)
 
 
@@ -268,7 +280,7 @@ def prepare_baseline_gate(options: GateOptions, out: OutputOptions, path: Path) 
     given = [name for name, value in limits.items() if value is not None] + ["--format"] * (out.form != "table")
     if given:
         raise UsageError(f"--write-baseline writes no report, so {given[0]} has no meaning: leave one of them out.")
-    check_output(path, force=out.force)
+    check_output(path, force=out.force, option="--write-baseline")
     return _load_gate(options)[0]
 
 
@@ -279,7 +291,7 @@ def write_baseline(
 
     Operators that were never measured are accepted by the baseline, and named.
     """
-    _print_stale(compute_verdict(report, gate).stale)  # and finds what is allowed
+    _print_notes(compute_verdict(report, gate).stale)  # and finds what is allowed
     unmeasured = [name for trace in report.traces for name in trace.coverage.unmeasured]
     made = baselines.build_baseline(filter(can_be_finding, report.sites), detector, unmeasured)
     reasons = compute_verdict(report, dataclasses.replace(gate, baseline=made)).reasons

@@ -82,7 +82,7 @@ def run_without_gpu(
     """
     from dcpbench.syncs import process_tree
     from dcpbench.syncs.commands import finish_report, prepare_baseline_gate, prepare_gate, write_baseline
-    from dcpbench.syncs.run import run_process
+    from dcpbench.syncs.run import mark_unmatched_steps, run_process
 
     python, flags, job = parse_command(command)
     gate = prepare_gate(options, out, "dry-run") if baseline is None else prepare_baseline_gate(options, out, baseline)
@@ -100,6 +100,8 @@ def run_without_gpu(
             f"{make_printable(job.name)} ended with exit code {answer.code}; what it did before is known, the rest is not.\n"
         )
         answer.report.traces[0].coverage.complete = False
+    else:
+        mark_unmatched_steps(answer.report, gate)
     if baseline is None:
         verdict = finish_report(answer.report, gate, out)
     else:
@@ -172,12 +174,16 @@ def _build_job(argv: list[str], name: str) -> Job:
     return Job(kind="script", target=argv[0], arguments=argv[1:], name=name)
 
 
+def make_python_path() -> str:
+    """Return PYTHONPATH with the recorder first; an empty entry would put the current folder on the program's path."""
+    return os.pathsep.join(filter(None, (str(RECORDER), os.environ.get("PYTHONPATH"))))
+
+
 def build_environment(settings: Settings) -> dict[str, str]:
     """Return the program's environment: ours, without GPUs, with Triton's interpreter, which must be on before kernels are
     defined, and with what child processes need to be followed.
     """
-    path = os.pathsep.join(part for part in (str(RECORDER), os.environ.get("PYTHONPATH", "")) if part)
-    notes = {"PYTHONPATH": path, VARIABLE: json.dumps({**msgspec.to_builtins(settings), "first": True})}
+    notes = {"PYTHONPATH": make_python_path(), VARIABLE: json.dumps({**msgspec.to_builtins(settings), "first": True})}
     hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "")
     return {**os.environ, **hidden, **notes, "TRITON_INTERPRET": "1"}
 

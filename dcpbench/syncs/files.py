@@ -28,6 +28,8 @@ EXPORT_TABLES = frozenset({*EVENTS, STRINGS})
 GZIP_LENGTH = 4  # bytes at the end of a gzip file that hold the length of its text
 SUFFIXES = (".json", ".json.gz")
 NSYS_SUFFIXES = (".sqlite", ".jsonl", ".jsonl.gz")  # suffixes of exports of nsys; what it writes as Parquet is a folder
+NAMES = ", ".join(f"*{suffix}" for suffix in SUFFIXES + NSYS_SUFFIXES)
+ADVICE = "give a file, a folder or a glob of Kineto traces or of exports of nsys"
 PACKED = tuple(  # suffixes refused with a hint on unpacking: no file may be skipped silently
     f".json{end}" for end in (".xz", ".bz2", ".zst", ".zip", ".tar", ".tar.gz", ".tgz")
 )
@@ -59,14 +61,14 @@ def expand_names(names: Sequence[str], skipped: Callable[[Path], None] = lambda 
     found: dict[Path, None] = {}
     for name in names:
         if not name:
-            raise UsageError("The name of a trace is empty; give a file, a folder or a glob of Kineto traces.")
+            raise UsageError(f"The name of a trace is empty; {ADVICE}.")
         path = Path(name)
         if is_export_folder(path):
             files, missing = [path], ""
         elif path.is_dir():
             files = _filter_by_suffix(path.iterdir())
             deeper = shlex.quote(str(path / "**/*.json*"))
-            missing = f"{name} holds no {' or '.join('*' + s for s in SUFFIXES)}; give a trace, or {deeper}."
+            missing = f"{name} holds no trace ({NAMES}); give a trace, or {deeper}."
         elif path.exists():
             files, missing = [path], ""
         elif glob.has_magic(name):
@@ -74,9 +76,9 @@ def expand_names(names: Sequence[str], skipped: Callable[[Path], None] = lambda 
             files = _filter_by_suffix(matched)
             folders = [p for p in matched if p.is_dir() and not is_export_folder(p)]
             files += [p for folder in folders for p in _filter_by_suffix(folder.iterdir())]
-            missing = f"{name!r} matches no {' or '.join('*' + s for s in SUFFIXES)} file below {Path.cwd()}."
+            missing = f"{name!r} matches no trace ({NAMES}) below {Path.cwd()}."
         else:
-            raise UsageError(f"There is no trace {name}; give a file, a folder or a glob of Kineto traces.")
+            raise UsageError(f"There is no trace {name}; {ADVICE}.")
         if not files:
             raise UsageError(missing)
         if path not in files:
@@ -174,19 +176,23 @@ def _strip_export(path: Path) -> str | None:
     return path.name.removesuffix(suffix) if suffix else None
 
 
-def check_output(path: Path | None, *, force: bool) -> None:
-    """Raise OutputError if a file cannot be written, or exists already and --force was not given."""
+def check_output(path: Path | None, *, force: bool, option: str = "-o") -> None:
+    """Raise OutputError if a file cannot be written, or exists already and --force was not given.
+
+    `option` is the one that names the file.
+    """
     if path is None:
         return
     if path.is_dir():
-        raise OutputError(f"{path} is a folder; give a file with -o, such as {shlex.quote(str(path / 'syncs.json'))}.")
+        example = shlex.quote(str(path / "syncs.json"))
+        raise OutputError(f"{path} is a folder; give a file with {option}, such as {example}.")
     if path.exists() and not force:
-        raise OutputError(f"{path} exists; give another file with -o, or --force to write over it.")
+        raise OutputError(f"{path} exists; give another file with {option}, or --force to write over it.")
     if not path.parent.is_dir():
         raise OutputError(f"There is no folder {path.parent}; make it with mkdir -p {shlex.quote(str(path.parent))}.")
     in_place = path.is_symlink() or (path.exists() and not path.is_file())  # such as /dev/stdout
     if not in_place and not os.access(path.parent, os.W_OK):
-        raise OutputError(f"No file can be made in {path.parent}; give a file in another folder with -o.")
+        raise OutputError(f"No file can be made in {path.parent}; give a file in another folder with {option}.")
 
 
 def check_inputs(output: Path | None, inputs: Iterable[Path]) -> None:

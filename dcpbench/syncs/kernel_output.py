@@ -38,7 +38,7 @@ def run_kernels(names: Sequence[str], step_range: str | None, top: int, *, as_js
     if not ranks:
         raise TraceError("there is no trace of a rank; give the traces of the server's workers.")
     with ProgressLine() as line:
-        found = [step for path in ranks for step in measure_steps(path, step_range=step_range or None, progress=line)]
+        found = [step for path in ranks for step in measure_steps(path, step_range=step_range, progress=line)]
     for clause in dict.fromkeys(f"{step.path} {clause}" for step in found for clause in step.damage):
         print_stderr(f"warning: {make_printable(clause)}.")
     if as_json:

@@ -14,7 +14,7 @@ from dcpbench.show.text import format_count
 from dcpbench.syncs.scan import Trace, find_trace_steps, read_traces
 from dcpbench.syncs.steps import format_ranges
 from dcpbench.syncs.traces.coverage import list_damage
-from dcpbench.syncs.traces.intervals import match_keys, merge_intervals
+from dcpbench.syncs.traces.intervals import match_keys, merge_intervals, take_known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -197,7 +197,7 @@ def _measure_trace(trace: Trace, step_range: str | None) -> list[StepTime]:
 def _compute_times(path: str, columns: Columns, steps: Steps) -> list[StepTime]:
     gpu, calls = columns.tables["gpu"], columns.tables["calls"]
     launch = match_keys(calls.correlation, gpu.correlation)
-    moments = np.where(launch >= 0, calls.start[launch], gpu.start) if len(calls) else gpu.start
+    moments = take_known(calls.start, launch, gpu.start)
     step_of = np.array([-1 if i is None else i for i in steps.find_indices(moments)])
     begins = np.array([gpu.start[step_of == i].min(initial=np.inf) for i in range(len(steps))])
     timeline = _make_timeline(columns, launch, np.arange(len(gpu)))
@@ -231,7 +231,7 @@ def _make_timeline(columns: Columns, launch: NDArray[np.int64], rows: NDArray[np
     start, end, launch = gpu.start[order], gpu.end[order], launch[order]
     reached = np.concatenate([start[:1], np.maximum.accumulate(end)[:-1]])
     first = np.concatenate([[True], launch[1:] != launch[:-1]])
-    returned = np.where(launch >= 0, calls.end[launch], -np.inf) if len(calls) else np.full(len(start), -np.inf)
+    returned = take_known(calls.end, launch, -np.inf)
     names, name = np.unique(gpu.name[order], return_inverse=True)
     part_of = np.array([_PART_NAMES.index(find_part(columns.names[number])) for number in names])
     return _Timeline(

@@ -24,7 +24,7 @@ import msgspec
 
 from dcpbench.errors import CapacityError, ExitCode, OutputError, UsageError
 from dcpbench.show.text import format_count, make_printable
-from dcpbench.syncs.dry_run_program import EXAMPLE, RECORDER, suggest_dry_run
+from dcpbench.syncs.dry_run_program import EXAMPLE, make_python_path, suggest_dry_run
 from dcpbench.syncs.process_tree import list_unseen_programs
 from dcpbench.syncs.recorder import child
 from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary, rename_traces
@@ -158,8 +158,7 @@ def build_environment(folder: Path, recording: Recording) -> dict[str, str]:
     and its settings.
     """
     env = dict(os.environ)
-    # An empty entry would put the current folder on the program's path.
-    env["PYTHONPATH"] = os.pathsep.join(part for part in (str(RECORDER), env.get("PYTHONPATH", "")) if part)
+    env["PYTHONPATH"] = make_python_path()
     settings = {
         "folder": str(folder.resolve()),
         "warmup": recording.warmup,
@@ -285,11 +284,18 @@ def scan_recordings(folder: Path, gate: Gate) -> Report:
             return scan_traces(paths, root=gate.root, step_range=gate.step_range, progress=progress)
         except UsageError:
             report = scan_traces(paths, root=gate.root, progress=progress)
-    for trace in report.traces:
+    mark_unmatched_steps(report, gate)
+    return report
+
+
+def mark_unmatched_steps(report: Report, gate: Gate) -> None:
+    """Make the report incomplete if --step-range is given and matches no range of the program."""
+    if gate.step_range is None or any(trace.steps for trace in report.traces):
+        return
+    for trace in (trace for trace in report.traces if not trace.front_end):
         trace.coverage.complete = False
         advice = "name one that is there, or leave it out"
         trace.coverage.damage.append(f"has no range that matches --step-range {gate.step_range!r}: {advice}")
-    return report
 
 
 def add_notes(report: Report, notes: Sequence[Note], recording: Recording) -> None:

@@ -26,7 +26,7 @@ from dcpbench.syncs.traces.blocking import (
 from dcpbench.syncs.traces.bubbles import compute_bubbles, compute_busy_and_idle, find_waited_work
 from dcpbench.syncs.traces.columns import Columns, read_columns
 from dcpbench.syncs.traces.coverage import compute_coverage, has_known_bubbles
-from dcpbench.syncs.traces.intervals import ANY_THREAD, find_chains, match_keys
+from dcpbench.syncs.traces.intervals import ANY_THREAD, find_chains, match_keys, take_known
 from dcpbench.syncs.traces.python_lines import Attribution, Repository
 from dcpbench.syncs.traces.reading import TraceReader
 
@@ -187,8 +187,7 @@ def _find_work(columns: Columns, step: NDArray[np.bool_]) -> tuple[Floats, Float
     if not len(gpu):
         moments = np.sort(ops.start[~step[ops.name]])
         return moments, np.zeros(len(moments))
-    launch = match_keys(calls.correlation, gpu.correlation)
-    moments = np.where(launch >= 0, calls.start[launch], gpu.start) if len(calls) else gpu.start
+    moments = take_known(calls.start, match_keys(calls.correlation, gpu.correlation), gpu.start)
     order = np.argsort(moments, kind="stable")
     return moments[order], (gpu.end - gpu.start)[order]
 
@@ -230,7 +229,7 @@ def _build_syncs(columns: Columns, blocking: BlockingCalls, placed: _CallPlaces,
     found = []
     for i, blocked in enumerate(blocking.calls):
         own, where = bool(placed.own[i]), placed.lines[i]
-        in_ops = ops.name[placed.op_chains[i]] if len(ops) else np.zeros(0, np.int32)
+        in_ops = ops.name[placed.op_chains[i]]
         chain = chains.get(key := in_ops.tobytes())
         if chain is None:
             chain = chains[key] = tuple(names[n] for n in in_ops if not PROFILER_STEP.match(names[n]))
@@ -288,7 +287,7 @@ def _find_window_edges(columns: Columns, blocking: BlockingCalls, op_chains: lis
     step = columns.match_names(PROFILER_STEP.match)
     launched = match_keys(calls.correlation, gpu.correlation)
     marks = _select_closed_ranges(columns, step)
-    work = [(t.start, t.end) for t in (ops.take(~step[ops.name]) if len(ops) else ops, marks)]
+    work = [(t.start, t.end) for t in (ops.take(~step[ops.name]), marks)]
     work.append((calls.start[launched[launched >= 0]],) * 2)
     first = min(start.min(initial=np.inf) for start, _ in work)
     last = max(end.max(initial=-np.inf) for _, end in work)
@@ -304,8 +303,6 @@ def _find_window_edges(columns: Columns, blocking: BlockingCalls, op_chains: lis
 def _select_closed_ranges(columns: Columns, step: NDArray[np.bool_]) -> Table:
     """Return annotations without steps that end behind everything else, which the profiler closed as it stopped."""
     ranges = columns.tables["ranges"]
-    if not len(ranges):
-        return ranges
-    others = [t.end[~step[t.name]] for kind, t in columns.tables.items() if len(t) and kind != "python"]
+    others = (t.end[~step[t.name]] for kind, t in columns.tables.items() if kind != "python")
     end = max(ends.max(initial=-np.inf) for ends in others)
     return ranges.take(~(step[ranges.name] & (ranges.end >= end)))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.syncs.gating.baseline import build_entry, group_by_fingerprint
-from dcpbench.syncs.gating.gate import SLACK, list_shared_phases
+from dcpbench.syncs.gating.gate import SLACK, list_phase_counts
 from dcpbench.syncs.site_text import get_site_name
 from dcpbench.syncs.sync_report import sum_known
 
@@ -255,8 +255,8 @@ def _compare_costs(old: SiteCost, new: SiteCost, thresholds: Thresholds) -> tupl
 
 
 def _list_count_changes(old: SiteCost, new: SiteCost) -> Iterable[float]:
-    """Return by how much each count grew: per step of the phases that both have, and outside of steps; else in all."""
+    """Return by how much each count grew: per step and phase, and outside of steps; in all where a side has no steps."""
     if old.count_per_step is None or new.count_per_step is None:
         return [float(new.count - old.count)]
-    phases = [after - before for _, after, before in list_shared_phases(new, old)]
+    phases = [after - before for _, after, before in list_phase_counts(new, old)]
     return [*phases, float(new.outside - old.outside)]

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import linecache
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -217,11 +217,25 @@ def count_in_phase(site: Site, phase: str) -> float:
     return site.count_per_phase.get(phase, 0.0) if site.count_per_phase else site.count_per_step or 0.0
 
 
-def find_worst_phase(sites: Sequence[Site]) -> tuple[str, float]:
-    """Return the phase that waits most often, and how often a step of it waits; its name is empty where phases are unknown."""
+class WorstStep(NamedTuple):
+    """Hold the step that waits most often, of all traces and phases."""
+
+    phase: str  # empty where phases are unknown
+    waits: float  # waits of the step, at most: a site of several traces counts as in the worst one
+    sites: list[Site]  # sites of its trace
+
+
+def find_worst_step(sites: Sequence[Site]) -> WorstStep:
+    """Return the step that waits most often; sites of different traces do not add up."""
     phases = dict.fromkeys(phase for site in sites for phase in site.count_per_phase) or [""]
-    totals = {phase: sum(count_in_phase(site, phase) for site in sites) for phase in phases}
-    return max(totals.items(), key=lambda total: total[1])
+    traces = dict.fromkeys(trace for site in sites for trace in site.traces) or [""]
+    by_trace = [[site for site in sites if trace in site.traces or not site.traces] for trace in traces]
+    steps = [
+        WorstStep(phase, sum(count_in_phase(site, phase) for site in of_trace), of_trace)
+        for of_trace in by_trace
+        for phase in phases
+    ]
+    return max(steps, key=lambda step: step.waits)
 
 
 def merge_sites(per_trace: Sequence[Sequence[Site]], *, by_line: bool = False) -> list[Site]:
@@ -248,6 +262,7 @@ def merge_sites(per_trace: Sequence[Sequence[Site]], *, by_line: bool = False) -
 def _add_site(a: Site, b: Site) -> Site:
     """Add a site of another trace to the same site of this one."""
     a.count += b.count
+    a.count_per_phase = _join_phases(a, b)
     for way, names in (
         (sum, ("wait_us", "bubble_us", "bytes")),
         (max, ("count_per_step", "wait_median_us", "wait_p99_us")),
@@ -255,8 +270,6 @@ def _add_site(a: Site, b: Site) -> Site:
         for name in names:
             known = [value for value in (getattr(a, name), getattr(b, name)) if value is not None]
             setattr(a, name, way(known) if known else None)
-    phases = a.count_per_phase | b.count_per_phase
-    a.count_per_phase = {p: max(a.count_per_phase.get(p, 0.0), b.count_per_phase.get(p, 0.0)) for p in phases}
     a.outside = max(a.outside, b.outside)
     a.waited = None if a.waited is None or b.waited is None else a.waited + b.waited
     a.warmup_only &= b.warmup_only
@@ -267,3 +280,11 @@ def _add_site(a: Site, b: Site) -> Site:
     if a.worst and b.worst:
         a.worst = max(a.worst, b.worst, key=lambda e: (e.bubble_us or 0.0, e.wait_us or 0.0))
     return a
+
+
+def _join_phases(a: Site, b: Site) -> dict[str, float]:
+    """Return the larger count of each phase; none where a trace has steps and does not give their phases."""
+    marked = [site.count_per_phase for site in (a, b) if site.count_per_step is not None]
+    if not all(marked):
+        return {}
+    return {phase: max(counts.get(phase, 0.0) for counts in marked) for phase in itertools.chain(*marked)}

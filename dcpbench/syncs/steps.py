@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-PROFILER_STEP = re.compile(r"^(ProfilerStep[#*]?)(\d+)$")
+STEP = "ProfilerStep#"  # begin of the names of steps of torch.profiler
+PROFILER_STEP = re.compile(r"^ProfilerStep[#*]?\d+$")
 NUMBERED = re.compile(r"^(.*?\D|)(\d+)$")
 HOW_TO_MARK = (
     'prof.step() marks steps only where profile() has schedule=; or wrap each step in record_function(f"step {n}") and give '
@@ -143,7 +144,9 @@ ENGINES = (
 
 
 def check_step_range(pattern: str | None, name: str = "--step-range") -> None:
-    """Raise UsageError if a pattern is no regular expression; `name` is that of its option or key."""
+    """Raise UsageError if a pattern is empty or no regular expression; `name` is that of its option or key."""
+    if pattern == "":
+        raise UsageError(f"{name} is empty; give a regular expression such as '^decode_step', or leave it out.")
     try:
         re.compile(pattern or "")
     except re.error as e:
@@ -170,7 +173,7 @@ def find_steps(ranges: Sequence[Range], total: LaunchedWork, pattern: str | None
         return _add_phases(named, engine)
     profiler = {r.name: r for r in reversed(ranges) if PROFILER_STEP.match(r.name)}
     if profiler:
-        return _add_phases(_make_steps("ProfilerStep#", list(profiler.values()), "profiler", total), engine)
+        return _add_phases(_make_steps(STEP, list(profiler.values()), "profiler", total), engine)
     return engine or _guess_steps(ranges, total)
 
 
@@ -189,7 +192,10 @@ def _add_phases(steps: Steps, engine: Steps | None) -> Steps:
 def _find_engine_steps(ranges: Sequence[Range], total: LaunchedWork) -> Steps | None:
     """Return the steps of the engine that has most of them; those in which nothing happened are left out."""
     names = {r.name for r in ranges}
-    phases = {engine.marked_by: _find_phases(engine, names) for engine in ENGINES}
+    phases = {
+        engine.marked_by: {name: engine.find_phase(match) for name in names if (match := engine.pattern.match(name))}
+        for engine in ENGINES
+    }
     found = {marked_by: [r for r in ranges if r.name in of_name] for marked_by, of_name in phases.items()}
     marked_by = max(found, key=lambda engine: len(found[engine]))
     matched = [r for r in found[marked_by] if not r.empty] or found[marked_by]
@@ -219,10 +225,6 @@ def _find_preparations(
     found = begin[at]
     prepared: NDArray[np.float64] = np.where((at >= 0) & (found >= previous), found, steps.start)
     return prepared
-
-
-def _find_phases(engine: Engine, names: Iterable[str]) -> dict[str, str]:
-    return {name: engine.find_phase(match) for name in names if (match := engine.pattern.match(name))}
 
 
 def _guess_steps(ranges: Sequence[Range], total: LaunchedWork) -> Steps:
@@ -274,7 +276,7 @@ class Occurrences(NamedTuple):
     """Hold how the occurrences of one site are distributed over the steps."""
 
     per_step: float | None = None  # mean over the steps of steady state, of the phase that has most; None without steps
-    per_phase: dict[str, float] = {}  # noqa: RUF012 -- never changed; mean of steady steps by phase, if several
+    per_phase: dict[str, float] = {}  # noqa: RUF012 -- never changed; mean of steady steps by phase; empty if phases are unknown
     warmup_only: bool = False  # each lies before the first step, or in a first one that is warm-up
     outside: int = 0  # number in no step that are not warm-up, such as those behind the last step
 
@@ -301,7 +303,7 @@ def count_occurrences(steps_of_site: Sequence[int | None], steps: Steps) -> Occu
     per_phase = {phase: sum(found[s] for s in members) / len(members) for phase, members in steady.items()}
     return Occurrences(
         per_step=max(per_phase.values()),
-        per_phase=per_phase if len(per_phase) > 1 else {},
+        per_phase=per_phase if any(per_phase) else {},
         warmup_only=has_warm_up and not outside and not any(per_phase.values()),
         outside=outside,
     )

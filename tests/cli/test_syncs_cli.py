@@ -91,7 +91,7 @@ class TestExitCodes:
         ("args", "words"),
         [
             (["gone.json"], "There is no trace gone.json"),
-            (["*.nothing"], "matches no *.json"),
+            (["*.nothing"], "matches no trace (*.json, *.json.gz, *.sqlite, "),
             (["t.json", "--format", "html"], "give one of table, json"),
             (["t.json", "--baseline", "gone.json"], "dcpbench syncs baseline TRACE -o gone.json"),
             (["t.json", "--root", "gone"], "--root gone is not a folder"),

@@ -263,3 +263,11 @@ def test_file_outside_of_the_folders_is_read_at_its_own_path(tmp_path: Path) -> 
     assert read_source(str(tmp_path / "engine/sampler.py"), []) is not None
     assert read_source("engine/sampler.py", []) is None
     assert read_source("<string>", [tmp_path]) is None
+
+
+def test_form_feeds_do_not_shift_the_text_of_lines(tmp_path: Path) -> None:
+    """Only line feeds end a line of Python; a form feed or a line separator within one does not."""
+    (tmp_path / "m.py").write_text('\f\ndef sample(x):\n    """A\u2028B."""\n    \f\n    return x.item()\n')
+    site = build.site(function="sample", file="m.py", line=2, line_is="function", stack=[])
+    add_call_lines(build.report(site), [tmp_path])
+    assert [(line.line, line.text) for line in site.call_lines] == [(5, "return x.item()")]

@@ -62,6 +62,7 @@ WRONG = [
     ("max-per-step = true", "max-per-step must be a number"),
     ("max-bubble-us = -1", "not negative"),
     ("max-bubble-us = nan", "not negative"),
+    ("max-per-step = inf", "max-per-step must be a number that a limit can be"),
     ("baseline = 3", "baseline must be a text"),
     ("step-range = ['x']", "step-range must be a text"),
     ("step-range = '('", "step-range '(' is no regular expression"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from dcpbench.commands.syncs import app
 from dcpbench.errors import UsageError
+from dcpbench.syncs.formats.changes_text import render_markdown
 from dcpbench.syncs.site_changes import ChangeKind, Reason, Thresholds, compare_reports
 from dcpbench.syncs.sync_report import encode_json
 from tests.unit import syncs_builder as build
@@ -284,6 +286,40 @@ def test_phases_are_compared_separately() -> None:
     new = build.site(count_per_step=2.0, count_per_phase={"decode": 2.0, "prefill": 1.0})
     (change,) = compare([old], [new]).changes
     assert (change.kind, change.reason) == (ChangeKind.WORSE, Reason.COUNT)
+
+
+def test_phase_that_only_the_new_side_has_is_compared_with_the_worst_old_one() -> None:
+    """A mixed step that waits five times is worse than all steps before; one that waits twice is as a prefill step."""
+    old = build.site(count_per_step=2.0, count_per_phase={"decode": 1.0, "prefill": 2.0})
+    for mixed, kind in ((2.0, ChangeKind.SAME), (5.0, ChangeKind.WORSE)):
+        phases = {"decode": 1.0, "mixed": mixed, "prefill": 2.0}
+        (change,) = compare([old], [build.site(count_per_step=mixed, count_per_phase=phases)]).changes
+        assert change.kind is kind
+
+
+def test_markdown_of_many_sites_fits_in_a_comment() -> None:
+    """Long paths with underscores, each of which Markdown needs five characters for, in files with other names."""
+    folder = "python/sglang/srt/managers/scheduler_components/batch_result_processor_mixin"
+    sides = [
+        [build.site(f"{side}{n}", function=f"f_{n}", file=f"{folder}_{side}.py") for n in range(300)] for side in "ab"
+    ]
+    changes = compare(sides[0], [msgspec.structs.replace(site, count_per_step=2.0) for site in sides[1]])
+    text = render_markdown(changes)
+    rows = text.count("| ❌ | worse by count<br>moved |")
+    assert 50 < rows < 300
+    assert f"{300 - rows} more sites left out here" in text
+    assert len(text) < 65_536
+
+
+def test_rank_that_only_one_side_has_is_noted(tmp_path: Path) -> None:
+    """Without its trace on the new side, the comparison finds nothing worse."""
+    for folder, ranks in (("old", 3), ("new", 2)):
+        (tmp_path / folder).mkdir()
+        for rank in range(ranks):
+            (tmp_path / folder / f"rank{rank}.json").write_text(record(Wait(line=10 + rank)).text())
+    result = run_diff(tmp_path / "old", tmp_path / "new")
+    assert "note: The old side has traces of ranks 0, 1, 2, the new one of 0, 1: waits of" in result.stderr
+    assert "note:" not in run_diff(tmp_path / "old", tmp_path / "old").stderr
 
 
 def test_names_cannot_change_the_markdown(tmp_path: Path) -> None:

@@ -123,6 +123,22 @@ class TestWriting:
         assert "No range matches --step-range '^decode', so that no steps are known." in text
         assert "'step 0' (1)" in text
 
+    def test_step_range_without_a_match_is_never_clean(self, start: Start, tmp_path: Path) -> None:
+        """The steps that the user wants to compare are not known, even if nothing else is found."""
+        for options in ("--allow *", "--write-baseline new.json"):
+            code, text = start(f"--step-range ^decode {options}")
+            assert code == 3
+            assert "has no range that matches --step-range '^decode': name one that is there" in text
+        assert not (tmp_path / "new.json").exists()
+
+    def test_existing_file_error_names_the_option(self, start: Start, tmp_path: Path) -> None:
+        (tmp_path / "base.json").touch()
+        code, text = start("--write-baseline base.json")
+        assert (code, text) == (
+            2,
+            "base.json exists; give another file with --write-baseline, or --force to write over it.",
+        )
+
     def test_invalid_step_range_is_refused_before_the_program_starts(self, start: Start) -> None:
         code, text = start("--step-range (", "fail")
         assert code == 2

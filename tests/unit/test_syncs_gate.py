@@ -92,6 +92,17 @@ class TestMaxPerStep:
         assert (finding.reason, finding.fingerprint) == ("per-step", "")
         assert finding.message.startswith("2 synchronisations per step, the limit is 1: 1.5 in check_all")
 
+    def test_sites_of_different_ranks_do_not_add_up(self) -> None:
+        """Both ranks wait twice a step at a common place, and each once more at a place of its own: three times, not four."""
+        common = build.site("a", count_per_step=2.0, traces=["r0", "r1"])
+        own = [build.site(f, function=f, traces=[trace]) for f, trace in (("first", "r0"), ("last", "r1"))]
+        report = build.report(common, *own, traces=[build.trace("r0"), build.trace("r1")])
+        assert judge(report, max_per_step=3.0).exit_code == 0
+        (finding,) = judge(report, max_per_step=2.0).findings
+        assert finding.message.endswith(
+            "the limit is 2: 2 in check_all (python/engine/kv.py:12), 1 in first (python/engine/kv.py:12)"
+        )
+
     def test_message_sums_up_the_sites_that_it_does_not_name(self) -> None:
         """Five sites have one call per step and 300 µs each: three are named, and two with 600 µs of 1.5 ms are not."""
         report = build.report(*(build.site(f"f{n}", function=f"g{n}") for n in range(5)))
@@ -128,6 +139,12 @@ class TestMaxBubble:
         report = build.report(build.site("a", bubble_us=200.0), build.site("b", bubble_us=100.0))
         assert judge(report, max_bubble_us=limit).exit_code == code
 
+    def test_message_of_a_bubble_just_above_its_limit_has_the_difference(self) -> None:
+        (finding,) = judge(build.report(build.site(bubble_us=477.3)), max_bubble_us=477.0).findings
+        assert finding.message.startswith(
+            "bubble of 477 µs in all, 0.3 µs above the limit of 477 µs: 477 µs in check_all"
+        )
+
     def test_max_bubble_with_an_unknown_bubble_cannot_answer(self) -> None:
         found = judge(build.report(build.site(bubble_us=None)), max_bubble_us=10.0)
         assert found.exit_code == 3
@@ -151,6 +168,22 @@ class TestBaseline:
         found = judge(build.report(build.site(count_per_step=2.5, count=5)), baseline=known)
         assert [f.reason for f in found.findings] == ["more"]
         assert found.findings[0].message.endswith("2.5 per step here, 2 in the baseline")
+        known = make_baseline(build.report(build.site(count_per_step=1.0)))
+        (finding,) = judge(build.report(build.site(count_per_step=5001 / 5000)), baseline=known).findings
+        assert finding.message.endswith("1.0002 per step here, 1 in the baseline")
+
+    def test_phase_that_the_baseline_lacks_is_compared_with_its_worst_phase(self) -> None:
+        """The baseline has 1 wait in decode and 2 in prefill steps, so a mixed step may have 2 and a decode step 1."""
+        known = make_baseline(
+            build.report(build.site(count_per_step=2.0, count_per_phase={"decode": 1.0, "prefill": 2.0}))
+        )
+        for phases, code in (
+            ({"decode": 1.0, "mixed": 2.0}, 0),
+            ({"decode": 1.0, "mixed": 5.0}, 1),
+            ({"decode": 2.0}, 1),
+        ):
+            report = build.report(build.site(count_per_step=max(phases.values()), count_per_phase=phases))
+            assert judge(report, baseline=known).exit_code == code
 
     def test_baseline_sums_lines_that_share_a_fingerprint(self) -> None:
         """Moved or split lines are no new site: the baseline has 1 + 1 per step, and the report 0.5 + 1.5; a third line
@@ -435,6 +468,18 @@ class TestComments:
         calls = [CallLine(line=line, text="") for line in lines]
         site = build.site(file="m.py", line=1, line_is=FUNCTION, call_lines=calls)
         assert judge(build.report(site), root=tmp_path, source=source).allowed.get("f1") == reason
+
+    @pytest.mark.parametrize(
+        ("comment", "reason"),
+        [
+            ("(one read (of a step))", "one read (of a step)"),
+            ("(one read)  # noqa: S101 (see above)", "one read"),
+            ("(see #12) because", "see #12"),
+        ],
+    )
+    def test_reason_ends_before_a_further_comment(self, comment: str, reason: str, tmp_path: Path) -> None:
+        (tmp_path / "m.py").write_text(f"t.item()  # dcpbench: allow-sync{comment}\n")
+        assert self.allowed(tmp_path, self.site(1, CALL)) == reason
 
     def test_comment_without_a_reason_is_reported(self, tmp_path: Path) -> None:
         (tmp_path / "m.py").write_text(SOURCE)

@@ -248,12 +248,17 @@ def test_names_are_shown_without_template_arguments_and_parameters() -> None:
     )
 
 
-def test_invalid_step_range_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "says"), [("(", "--step-range '(' is no regular expression"), ("", "--step-range is empty")]
+)
+def test_invalid_step_range_is_refused(
+    pattern: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_engine_trace(tmp_path / "rank0.pt.trace.json")
     with pytest.raises(SystemExit) as end:
-        cli.main(["syncs", "kernels", str(tmp_path), "--step-range", "("])
+        cli.main(["syncs", "kernels", str(tmp_path), "--step-range", pattern])
     assert end.value.code == 2
-    assert "--step-range '(' is no regular expression" in capsys.readouterr().err
+    assert says in capsys.readouterr().err
 
 
 def test_command_names_what_it_leaves_out_and_what_is_incomplete(

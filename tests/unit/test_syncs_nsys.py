@@ -409,7 +409,7 @@ class TestDamage:
         assert not seen.complete
         assert seen.unreadable_events >= 1
 
-    def test_large_string_ids_are_read_without_packing(self, tmp_path: Path) -> None:
+    def test_large_string_ids_are_read(self, tmp_path: Path) -> None:
         """Some rows have ids of strings beyond 22 bits."""
         path = write_export(tmp_path, EVENTS, "sqlite")
         with sqlite3.connect(path) as db:

@@ -491,6 +491,19 @@ class TestWrittenTwice:
             note.startswith("Of 15 events that stand in the file once more") for note in twice.traces[0].coverage.notes
         )
 
+    def test_duplicated_driver_calls_do_not_hide_the_runtime(self, tmp_path: Path) -> None:
+        """Two launches through the runtime and two through the driver, each twice in the file."""
+        trace = Trace().work()
+        for n in range(2):
+            trace.gpu(
+                "gemm", 100 * n, 100 * n + 9, trace.call("cuLaunchKernel", 100 * n, 100 * n + 1, cat="cuda_driver")
+            )
+        trace.events *= 2
+        report = trace.scan(tmp_path)
+        coverage = report.traces[0].coverage
+        assert (coverage.runtime_events, coverage.driver_events) == (2, 2)
+        assert exit_code(report, tmp_path) == 0
+
     def test_waits_that_differ_in_one_field_are_separate(self, tmp_path: Path) -> None:
         trace = Trace().work()
         for changes in ({}, {"tid": 5}, {"dur": 49}, {"args": {"correlation": 10}}, {"name": "cudaEventSynchronize"}):

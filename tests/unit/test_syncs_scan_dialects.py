@@ -270,6 +270,13 @@ class TestCudaSyncEvents:
         site = get_only_site(trace.scan(tmp_path))
         assert (site.call, site.count) == ("cudaStreamSynchronize", 19)
 
+    def test_sync_events_without_ids_go_to_the_calls_of_similar_length(self, trace: Trace, tmp_path: Path) -> None:
+        """A short wait lies within a long one on another thread; its event comes first and is not that of the long one."""
+        for tid, start, end in ((5, 20, 30), (6, 10, 90)):
+            trace.call("cudaStreamSynchronize", start, end, tid=tid)
+            trace.add("cuda_sync", "Stream Sync", start + 1, end - 1, pid=0, tid=7)
+        assert sum(site.count for site in trace.scan(tmp_path).sites) == 2
+
     def test_second_sync_event_without_an_id_within_one_call_is_another_wait(
         self, trace: Trace, tmp_path: Path
     ) -> None:

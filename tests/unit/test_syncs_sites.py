@@ -82,6 +82,14 @@ class TestTwoRanks:
         assert site.count_per_step == 3.0
         assert compute_verdict(build.report(site), Gate(root=NOWHERE, max_per_step=2.0)).exit_code == 1
 
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_rank_without_phases_counts_towards_a_limit(self, first: int) -> None:
+        """One rank waits once or twice per phase, and the other, with steps of unknown phase, five times per step."""
+        ranks = [{"count_per_step": 2.0, "count_per_phase": {"decode": 1.0, "prefill": 2.0}}, {"count_per_step": 5.0}]
+        site = merge(ranks[first], ranks[1 - first])
+        assert compute_verdict(build.report(site), Gate(root=NOWHERE, max_per_step=4.0)).exit_code == 1
+        assert merge(ranks[0], {"count_per_step": None}).count_per_phase == {"decode": 1.0, "prefill": 2.0}
+
     @pytest.mark.parametrize(("a", "b"), [(9.0, 7.0), (7.0, 9.0)])
     def test_merged_wait_percentiles_are_those_of_the_worst_rank(self, a: float, b: float) -> None:
         site = merge({"wait_median_us": a, "wait_p99_us": 2 * a}, {"wait_median_us": b, "wait_p99_us": 2 * b})

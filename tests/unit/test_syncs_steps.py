@@ -195,6 +195,10 @@ class TestCountOccurrences:
         assert found.per_phase == {"prefill": 1.0, "decode": 2.0}
         assert (found.per_step, found.warmup_only) == (2.0, False)
 
+    def test_only_phase_of_a_program_is_named(self) -> None:
+        """A baseline of decode and prefill steps must not judge decode steps by its prefill steps."""
+        assert count_occurrences([0, 1, 2], make_steps("ddd")).per_phase == {"decode": 1.0}
+
     def test_first_step_that_is_the_only_prefill_is_no_warm_up(self) -> None:
         assert not count_occurrences([0], make_steps("pdddd")).warmup_only
 

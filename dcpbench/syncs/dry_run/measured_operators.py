@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).parent / "measured_operators.txt"
-ALLOCATIONS = frozenset(
-    {"aten::empty_strided", "aten::empty_permuted"}
-)  # allocate as aten::empty does, without a kernel
 EQUIVALENT = {  # operators that consist of measured ones, or have the same kernels -> the measured one that represents them
     # Functional.cpp of torch calls the process group's collective; wait_tensor waits for its work as dist.all_reduce does.
     "_c10d_functional::all_gather_into_tensor": "c10d::_allgather_base_",
@@ -24,6 +21,8 @@ EQUIVALENT = {  # operators that consist of measured ones, or have the same kern
     "aten::_unsafe_index_put": "aten::index_put",
     "aten::bartlett_window": "aten::arange",
     "aten::blackman_window": "aten::cos",
+    "aten::empty_permuted": "aten::empty",  # no kernel
+    "aten::empty_strided": "aten::empty",
     "aten::hamming_window": "aten::cos",
     "aten::hann_window": "aten::cos",
     "aten::rand_like": "aten::uniform_",
@@ -38,7 +37,7 @@ def is_measured(func: Any) -> bool:
     """
     name = EQUIVALENT.get(func._schema.name, func._schema.name)
     forms = {name, name.removesuffix("_"), f"{name}_"}
-    return not forms.isdisjoint(_read_names()) or name in ALLOCATIONS or _is_view(func)
+    return not forms.isdisjoint(_read_names()) or _is_view(func)
 
 
 def _is_view(func: Any) -> bool:

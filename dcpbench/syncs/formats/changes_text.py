@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 STYLES = {ChangeKind.NEW: "red", ChangeKind.WORSE: "red", ChangeKind.BETTER: "green", ChangeKind.GONE: "green"}
 SIGNS = {ChangeKind.NEW: "❌", ChangeKind.WORSE: "❌", ChangeKind.BETTER: "✅", ChangeKind.GONE: "✅"}
 ARROW = " → "
-MAX_SITES = 200  # rows of the Markdown table; a comment may have 65,536 characters
+MAX_TABLE_CHARS = 50_000  # of the Markdown table; a comment may have 65,536 characters
 MEASURED_ONCE = (
     "Counts are exact. Times are those of one recording each; a site is worse or better by them only beyond --tolerance and "
     "--min-us."
@@ -53,7 +54,7 @@ def _build_table(shown: list[SiteChange], unit: str) -> Table:
     for change in shown:
         site, style = change.latest, "" if change.allowed else STYLES.get(change.kind, "")
         where = "\n".join(map(make_printable, [site.name, *_list_places(change)]))
-        cells = (f"{site.rule}\n{site.kind}", where, *_format_costs(change, "\n→ "))
+        cells = (f"{site.rule}\n{site.kind}", where, *_format_costs(change, "\n→ ", "\n"))
         table.add_row(Text("\n".join(map(make_printable, _list_kinds(change))), style=style), *map(Text, cells))
     return table
 
@@ -66,10 +67,12 @@ def render_markdown(changes: ReportChanges) -> str:
     elif changes.failing:
         head = f"❌ Hidden synchronisation: {format_count(len(changes.failing), 'new or worse site')}"
     titles = ("", "Change", "Rule", "Where", f"Count per {unit}", f"Bubble ≤ per {unit}", f"Wait per {unit}")
-    rows = [titles, ("---", "---", "---", "---", "---:", "---:", "---:"), *map(_build_row, shown[:MAX_SITES])]
-    table = "\n".join(map(format_markdown_row, rows)) if shown else ""
-    left = len(shown) - MAX_SITES
-    more = f"{format_count(left, 'more site')} left out here; `--json` has them." if left > 0 else ""
+    heading = [titles, ("---", "---", "---", "---", "---:", "---:", "---:")]
+    rows = [format_markdown_row(row) for row in (*heading, *map(_build_row, shown))]
+    fitting = sum(chars <= MAX_TABLE_CHARS for chars in itertools.accumulate(map(len, rows)))
+    table = "\n".join(rows[:fitting]) if shown else ""
+    left = len(rows) - fitting
+    more = f"{format_count(left, 'more site')} left out here; `--json` has them." if left else ""
     note = MEASURED_ONCE if shown else ""
     reasons = format_bullet_list(map(format_markdown_text, changes.reasons))
     parts = [f"## {head}", reasons, table, more, format_markdown_text(format_summary(changes)), note]
@@ -129,19 +132,19 @@ def _format_place(site: SiteCost) -> str:
     return site.file if site.line is None or not site.file else f"{site.file}:{site.line}"
 
 
-def _format_costs(change: SiteChange, between: str = ARROW) -> list[str]:
+def _format_costs(change: SiteChange, between: str = ARROW, between_phases: str = ", ") -> list[str]:
     """Return count, bubble and wait as `old → new`, or as one value where both are the same."""
     sides = [side for side in (change.old, change.new) if side is not None]
     columns = (
-        [_format_counts(side) for side in sides],
+        [_format_counts(side, between_phases) for side in sides],
         [format_microseconds(side.bubble_us) for side in sides],
         [format_microseconds(side.wait_us) for side in sides],
     )
     return [between.join(dict.fromkeys(column)) or NOTHING for column in columns]
 
 
-def _format_counts(side: SiteCost) -> str:
+def _format_counts(side: SiteCost, between_phases: str) -> str:
     if side.count_per_step is None:
         return f"{side.count:,} in all"
-    text = format_per_step(side)
+    text = format_per_step(side, between_phases)
     return f"{text} (+{side.outside:,} outside)" if side.outside else text

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.sync_report import Site
 
-COMMENT = re.compile(r"#\s*dcpbench:\s*allow-sync\b(?:\s*\((?P<reason>.*)\))?")
+COMMENT = re.compile(  # the reason may contain brackets, and ends before a further comment
+    r"#\s*dcpbench:\s*allow-sync\b(?:\s*\((?P<reason>(?:(?!\)\s*#).)*)\))?"
+)
 MAX_SOURCE_BYTES = 4 << 20  # maximum bytes of a source file; a larger one was made by a program
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 

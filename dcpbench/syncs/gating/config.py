@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import sys
 import tomllib
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -168,10 +169,9 @@ def _parse_number(table: Mapping[str, object], key: str, where: str) -> float | 
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         _raise_usage_error(where, key, f"a number that is not negative, such as {key} = 2")
-    try:
-        return float(value)
-    except OverflowError:
+    if value > sys.float_info.max:
         _raise_usage_error(where, key, f"a number that a limit can be, such as {key} = 2")
+    return float(value)
 
 
 def _raise_usage_error(where: str, key: str, should: str) -> NoReturn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import math
 import re
 import shlex
 from itertools import chain
@@ -25,7 +26,7 @@ from dcpbench.syncs.site_text import (
     format_sentence,
     get_site_name,
 )
-from dcpbench.syncs.sites import count_in_phase, find_worst_phase
+from dcpbench.syncs.sites import count_in_phase, find_worst_step
 from dcpbench.syncs.steps import HOW_TO_MARK
 from dcpbench.syncs.sync_report import Finding, Verdict, get_sort_key
 from dcpbench.syncs.trace_ranks import find_missing
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from dcpbench.syncs.sync_report import Report, Site, TraceSummary
     from dcpbench.syncs.trace_ranks import MissingRanks
 
-SLACK = 1e-3  # counts per step are rounded in a baseline; a smaller difference is that
+SLACK = 10**-baselines.DIGITS / 2  # counts per step are rounded in a baseline; a smaller difference is that
 DAMAGED = "ends early or is damaged, so that syncs may be missing: record it again, with fewer steps"  # default reason
 UNUSED = "baseline: the operator {name} was not used, or has been measured since: write the baseline again."
 MAX_SITES_NAMED = 3  # sites that a message about a sum names
@@ -134,7 +135,7 @@ def apply_permissions(report: Report, gate: Gate, today: dt.date) -> list[str]:
 def explain_no_answer(trace: TraceSummary) -> str:
     """Return why a trace cannot answer, with the option to use; empty if it can, or if it is that of a front end."""
     seen = trace.coverage
-    if seen.detector == "dry-run" and not seen.complete:
+    if seen.detector == "dry-run" and not (seen.complete or seen.damage):
         return f"{trace.path} did not run to its end, so that later waits are unknown: let it end with exit code 0."
     if seen.detector == "dry-run" and not (seen.ops or trace.front_end or explain_unseen_parts(trace)):
         return (
@@ -214,8 +215,8 @@ def _describe_growth(now: Entry, entry: Entry, count: int) -> str:
     """Return what has grown, as text; empty if nothing has."""
     if entry.count_per_step is not None and now.count_per_step is not None:
         grown = [
-            f"{format_count_per_step(count)} per {phase}step here, {format_count_per_step(before)} in the baseline"
-            for phase, count, before in list_shared_phases(now, entry)
+            f"{count:g} per {phase}step here, {before:g} in the baseline"  # all digits: both may start with the same four
+            for phase, count, before in list_phase_counts(now, entry)
             if count > before + SLACK
         ]
         if now.outside > entry.outside:
@@ -225,23 +226,31 @@ def _describe_growth(now: Entry, entry: Entry, count: int) -> str:
     return f"{count} in all here, {before} in the baseline" if count > before else ""
 
 
-def list_shared_phases(now: Entry | SiteCost, entry: Entry | SiteCost) -> list[tuple[str, float, float]]:
-    """Return (phase and a blank, count per step here, count per step before) of each phase that both know."""
-    both = [phase for phase in now.count_per_phase if phase in entry.count_per_phase]
-    if not both:
-        return [("", now.count_per_step or 0.0, entry.count_per_step or 0.0)]
-    return [(f"{phase} ", now.count_per_phase[phase], entry.count_per_phase[phase]) for phase in both]
+def list_phase_counts(now: Entry | SiteCost, entry: Entry | SiteCost) -> list[tuple[str, float, float]]:
+    """Return (phase and a blank, count per step here, count per step before) of each phase that both know.
+
+    A phase that only this side knows is listed if it has more than each phase had before. The phase is empty where a
+    side knows none.
+    """
+    worst = entry.count_per_step or 0.0
+    if not now.count_per_phase or not entry.count_per_phase:
+        return [("", now.count_per_step or 0.0, worst)]
+    return [
+        (f"{phase} ", count, entry.count_per_phase.get(phase, worst))
+        for phase, count in now.count_per_phase.items()
+        if phase in entry.count_per_phase or count > worst
+    ]
 
 
 def _check_per_step(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[Finding | str]:
-    """Compare the sum over all sites, in the phase that has most, with --max-per-step."""
+    """Compare the sum over all sites of a trace, in the trace and phase that have most, with --max-per-step."""
     limit = gate.max_per_step
     if limit is None:
         return
     yield from _explain_no_steps(report, "--max-per-step counts per step")
-    phase, total = find_worst_phase(counted)
+    phase, total, sites = find_worst_step(counted)
     if total > limit + SLACK:
-        named = _format_largest([(count_in_phase(s, phase), s) for s in counted], format_count_per_step)
+        named = _format_largest([(count_in_phase(s, phase), s) for s in sites], format_count_per_step)
         step = f"{phase} step" if phase else "step"
         noun = "synchronisation" if total == 1 else "synchronisations"
         message = (
@@ -272,7 +281,8 @@ def _check_bubble(counted: Sequence[Site], gate: Gate) -> Iterator[Finding | str
     total = sum(s.bubble_us or 0.0 for s in counted)
     if total > limit:
         named = _format_largest([(s.bubble_us or 0.0, s) for s in counted], format_microseconds)
-        message = f"bubble of {format_microseconds(total)} in all, the limit is {format_microseconds(limit)}: {named}"
+        above = f"{format_microseconds(total - limit)} above the limit of {format_microseconds(limit)}"
+        message = f"bubble of {format_microseconds(total)} in all, {above}: {named}"
         yield Finding(reason="bubble", message=message)
     elif unknown:
         site = f"{unknown[0].kind} in {_format_where(unknown[0])}"
@@ -308,5 +318,5 @@ def _explain_gone(entry: Entry) -> str:
 def check_limits(max_per_step: float | None, max_bubble_us: float | None) -> None:
     """Raise UsageError for limits that are no numbers."""
     for name, value in (("--max-per-step", max_per_step), ("--max-bubble-us", max_bubble_us)):
-        if value is not None and not value >= 0:
+        if value is not None and not 0 <= value < math.inf:
             raise UsageError(f"{name} {value} is no limit: give a number from 0.")

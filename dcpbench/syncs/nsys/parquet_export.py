@@ -40,13 +40,10 @@ class ParquetExport:
 
     def read_blocks(self, table: str, texts: Sequence[str] = ()) -> Iterator[Block]:
         """Yield the rows of a table, its COLUMNS and columns of texts or bytes; nothing if it is not there."""
-        yield from self._read(table, schema.COLUMNS[table], texts)
-
-    def _read(self, table: str, ints: Sequence[str], texts: Sequence[str]) -> Iterator[Block]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        path = self.path / f"{table}{SUFFIX}"
+        ints, path = schema.COLUMNS[table], self.path / f"{table}{SUFFIX}"
         if not path.exists():
             return
         try:

@@ -109,7 +109,7 @@ class _Process:
         found = self._ranges.get(text)
         if found is None:
             name, kind = schema.parse_range(_decode(text))
-            found = self._ranges[text] = self.columns.number_name(name or "(no name)"), kind == "ops"
+            found = self._ranges[text] = self.columns.name_ids[name or "(no name)"], kind == "ops"
         return found
 
 
@@ -137,7 +137,9 @@ class _Reader:
         samples = self._read_ranges()
         self._label_threads()
         self._note_warnings()
-        self._add_stacks(samples)
+        for process in self.processes.values():
+            if process.calls:
+                _add_calls(self.export, process, samples)
         kept = {key: p for key, p in self.processes.items() if _uses_gpu(p)} or self._take_first()
         named = len(kept) > 1
         return [(f"process {key & schema.ID_MASK}" if named else "", _finish(p)) for key, p in sorted(kept.items())]
@@ -183,7 +185,7 @@ class _Reader:
             if len(missing):
                 self.strings |= self.export.read_strings(missing)
             for i in new:
-                known[i] = process.columns.number_name(convert(self.strings.get(i, "")))
+                known[i] = process.columns.name_ids[convert(self.strings.get(i, ""))]
             return [known[i] for i in unique]
 
         return _map_ids(ids, number)
@@ -206,13 +208,12 @@ class _Reader:
             if not len(rows["start"]):
                 continue
             name = self._number_names(process, rows["nameId"], self._convert_call)
-            driver = rows["eventClass"] == schema.DRIVER
-            process.columns.driver_calls += int(driver.sum())
+            process.columns.driver_names |= set(np.unique(name[rows["eventClass"] == schema.DRIVER]).tolist())
             process.end = max(process.end, float(rows["end"].max()) / _NS_PER_US)
             process.calls.append(
                 {
                     "start": rows["start"] / _NS_PER_US,
-                    "end": _end(rows),
+                    "length": _compute_length(rows),
                     "name": name,
                     "thread": self._number_threads(process, rows["globalTid"]),
                     "correlation": _clean_ids(rows["correlationId"]),
@@ -229,7 +230,7 @@ class _Reader:
 
     def _number_threads(self, process: _Process, ids: Ints) -> NDArray[np.int32]:
         columns = process.columns
-        return _map_ids(ids, lambda unique: [columns.number_thread(*_parse_thread(i)) for i in unique])
+        return _map_ids(ids, lambda unique: [columns.thread_ids[_parse_thread(i)] for i in unique])
 
     def _add_work(self, table: str, block: Block) -> None:
         block = self._take_timed(block)
@@ -249,7 +250,7 @@ class _Reader:
             columns.add_rows(
                 "gpu",
                 rows["start"] / _NS_PER_US,
-                _end(rows),
+                _compute_length(rows),
                 name=name,
                 thread=_number_streams(columns, rows["deviceId"], rows["streamId"]),
                 correlation=_clean_ids(rows["correlationId"]),
@@ -267,7 +268,7 @@ class _Reader:
             process.columns.add_rows(
                 "syncs",
                 rows["start"] / _NS_PER_US,
-                _end(rows),
+                _compute_length(rows),
                 name=_number_rows(process.columns, rows, schema.SYNCS),
                 external=np.full(len(kinds), NONE),
                 correlation=_clean_ids(rows["correlationId"]),
@@ -350,16 +351,12 @@ class _Reader:
             for thread, name in zip(block["globalTid"].tolist(), block["nameId"].tolist(), strict=True):
                 process = self.processes.get(thread >> schema.PROCESS_SHIFT)
                 if process and name in names:
-                    process.columns.label_thread(*_parse_thread(thread), names[name])
-
-    def _add_stacks(self, samples: list[_Sample]) -> None:
-        """Add the calls, those that may wait with their Python frames."""
-        for process in self.processes.values():
-            if process.calls:
-                _add_calls(self.export, process, samples)
+                    columns = process.columns
+                    columns.labels[columns.thread_ids[_parse_thread(thread)]] = names[name]
 
 
 def _add_calls(export: Export, process: _Process, samples: list[_Sample]) -> None:
+    """Add the calls of a process, those that may wait with their Python frames."""
     columns, parts = process.columns, process.calls
     calls = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     parts[1:] = []
@@ -368,14 +365,14 @@ def _add_calls(export: Export, process: _Process, samples: list[_Sample]) -> Non
     traced = np.flatnonzero(may_wait & (chains != NONE))
     texts = read_chains(export, np.unique(chains[traced])) if len(traced) else {}
     stack = np.full(len(may_wait), NONE, np.int32)
-    stack[traced] = [columns.number_stack(texts.get(chain, "")) for chain in chains[traced].tolist()]
+    stack[traced] = [columns.stack_ids[texts.get(chain, "")] for chain in chains[traced].tolist()]
     alone = np.flatnonzero(may_wait & (stack == NONE))
     for call, text in _find_sampled(export, calls, alone, samples).items():
-        stack[call] = columns.number_stack(text)
+        stack[call] = columns.stack_ids[text]
     columns.add_rows(
         "calls",
         calls["start"],
-        calls["end"],
+        calls["length"],
         name=calls["name"],
         thread=calls["thread"],
         external=np.full(len(stack), NONE),
@@ -409,7 +406,8 @@ def _find_sampled(export: Export, calls: Block, rows: Ints, samples: list[_Sampl
     for thread, of_thread in by_thread.items():
         mine = rows[calls["globalTid"][rows] == thread]
         moments = np.array([sample.time for sample in of_thread]) / _NS_PER_US
-        moment, row = find_containing(calls["start"][mine], calls["end"][mine], moments)
+        start, length = calls["start"][mine], calls["length"][mine]
+        moment, row = find_containing(start, start + length, moments)
         for sample, call in zip(moment.tolist(), mine[row].tolist(), strict=True):
             found.setdefault(call, of_thread[sample].frames)
     return format_samples(export, found)
@@ -426,7 +424,7 @@ def _add_ranges(process: _Process, left_out: set[int]) -> None:
             end = np.where(np.isnan(end), np.maximum(start, process.end), end)
             nothing = {"external": np.full(len(rows), NONE), "stack": np.full(len(rows), NONE, np.int32)}
             shared = {"name": part["name"][rows], "thread": part["thread"][rows]}
-            process.columns.add_rows(kind, start, end, **shared, **(nothing if kind == "ops" else {}))
+            process.columns.add_rows(kind, start, end - start, **shared, **(nothing if kind == "ops" else {}))
     process.ranges.clear()
 
 
@@ -443,7 +441,7 @@ def _uses_gpu(process: _Process) -> bool:
     uses = columns.match_names(
         lambda name: any(word in name for word in _LAUNCHES) or get_wait_kind(name) in SYNCHRONISE
     )
-    return columns.has_rows("gpu") or any(bool(uses[part["name"]].any()) for part in process.calls)
+    return bool(columns.parts["gpu"]) or any(bool(uses[part["name"]].any()) for part in process.calls)
 
 
 def _list_lost_work(columns: Columns) -> list[str]:
@@ -487,7 +485,7 @@ def _number_streams(columns: Columns, devices: Ints, streams: Ints) -> NDArray[n
     """Return the numbers of streams; ids of streams have 32 bits."""
 
     def number(unique: list[int]) -> list[int]:
-        return [columns.number_thread(f"GPU {key >> _STREAM_BITS}", key & (1 << _STREAM_BITS) - 1) for key in unique]
+        return [columns.thread_ids[f"GPU {key >> _STREAM_BITS}", key & (1 << _STREAM_BITS) - 1] for key in unique]
 
     return _map_ids((devices << _STREAM_BITS) | (streams & (1 << _STREAM_BITS) - 1), number)
 
@@ -504,9 +502,9 @@ def _take_rows(block: Block, rows: Ints) -> Block:
     }
 
 
-def _end(rows: Block) -> NDArray[np.float64]:
-    """Return the ends in µs, NaN for an event without one."""
-    return np.where(rows["end"] == ABSENT, np.nan, rows["end"] / _NS_PER_US)
+def _compute_length(rows: Block) -> NDArray[np.float64]:
+    """Return the durations in µs, NaN for an event without an end."""
+    return np.where(rows["end"] == ABSENT, np.nan, (rows["end"] - rows["start"]) / _NS_PER_US)
 
 
 def _clean_ids(ids: Ints) -> Ints:
@@ -530,6 +528,6 @@ _NAMES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {  # columns of 
 def _number_rows(columns: Columns, rows: Block, table: str) -> NDArray[np.int32]:
     """Return the numbers of the names of these rows; unknown kinds have none, which counts as unreadable."""
     names, format_name = _NAMES[table]
-    number = functools.cache(lambda *key: columns.number_name(format_name(*key)))
+    number = functools.cache(lambda *key: columns.name_ids[format_name(*key)])
     keys = zip(*(rows[name].tolist() for name in names), strict=True)
     return np.array([number(*key) for key in keys], np.int32)

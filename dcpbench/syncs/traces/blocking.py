@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.traces.intervals import find_chains, find_containing, match_keys
+from dcpbench.syncs.traces.intervals import find_chains, find_containing, match_keys, take_known
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from dcpbench.syncs.rules import Rule
     from dcpbench.syncs.traces.columns import Columns, Table
     from dcpbench.syncs.traces.intervals import Bools, Floats, Ints
@@ -79,7 +77,7 @@ class BlockingCall(NamedTuple):
     copy_waited: bool = False  # a synchronisation followed the copy; False where the copy itself blocked
     may_block: bool = False
     timed: bool = False  # the next call of the thread reads the time between two events
-    stack: int = -1  # call stack of the call, a number in `Columns.stacks`; -1 without one
+    stack: int = -1  # call stack of the call, or of its copy: a number in `Columns.stacks`; -1 without one
 
 
 class BlockingCalls:
@@ -157,7 +155,7 @@ def find_blocking_calls(columns: Columns) -> BlockingCalls:
     calls, gpu = columns.tables["calls"], columns.tables["gpu"]
     kinds = [get_wait_kind(name) for name in columns.names]
     harmless = columns.match_names(_HARMLESS.search)
-    rows = np.flatnonzero(~harmless[calls.name]) if len(calls) else np.zeros(0, np.int64)
+    rows = np.flatnonzero(~harmless[calls.name])
     rows = rows[np.lexsort((calls.start[rows], calls.thread[rows]))]
     calls = calls.take(rows)
     directions = [parse_direction(name) for name in columns.names]
@@ -165,13 +163,13 @@ def find_blocking_calls(columns: Columns) -> BlockingCalls:
     direction = [""] * len(calls)
     for i in np.flatnonzero(copied >= 0).tolist():
         direction[i] = directions[gpu.name[copied[i]]]
-    at = np.flatnonzero(columns.match_names(get_wait_kind)[calls.name]).tolist() if len(calls) else []
+    at = np.flatnonzero(columns.match_names(get_wait_kind)[calls.name]).tolist()
     kind = {i: kinds[calls.name[i]] for i in at}
     partner = _match_previous_copies(columns, calls, kind, direction)
     counted = set(partner.values())
     held = _find_held_calls(gpu, calls, copied, direction)
     links, timed = _get_external_ids(calls), _find_timed_calls(columns, calls)
-    stacks: list[int] = calls.stack.tolist()
+    stacks: list[int] = calls.stack.tolist() or [-1] * len(calls)
     found: list[BlockingCall] = []
     for i in at:
         first = copy = i
@@ -199,7 +197,7 @@ def find_blocking_calls(columns: Columns) -> BlockingCalls:
                 may_block=kind[i] == "pin"
                 or (kind[i] == "async copy" and direction[i] == "HtoD pageable" and not held[i]),
                 timed=bool(timed[i]),
-                stack=_find_stack(stacks, i, first),
+                stack=stacks[i] if stacks[i] >= 0 else stacks[first],
             )
         )
     explains = harmless[columns.tables["calls"].name]
@@ -207,20 +205,12 @@ def find_blocking_calls(columns: Columns) -> BlockingCalls:
     return BlockingCalls(found + _find_in_sync_events(columns, explains))
 
 
-def _find_stack(stacks: Sequence[int], call: int, first: int) -> int:
-    """Return the call stack of a call, or of the copy that it waits for, or -1."""
-    if not stacks:
-        return -1
-    return stacks[call] if stacks[call] >= 0 else stacks[first]
-
-
 def _match_copies(calls: Table, gpu: Table, is_copy: Bools) -> Ints:
     """Return the row in the GPU table of each call's copy, or -1; other GPU work with the same id, of another process,
     is none.
     """
-    copies = np.flatnonzero(is_copy[gpu.name]) if len(gpu) else np.zeros(0, np.int64)
-    at = match_keys(gpu.correlation[copies], calls.correlation)
-    return np.where(at >= 0, copies[at], -1) if len(copies) else at
+    copies = np.flatnonzero(is_copy[gpu.name])
+    return take_known(copies, match_keys(gpu.correlation[copies], calls.correlation), -1)
 
 
 def _get_external_ids(table: Table) -> Ints:
@@ -234,7 +224,7 @@ def _find_timed_calls(columns: Columns, calls: Table) -> Bools:
     """
     reads = columns.match_names(_ELAPSED.match)
     timed = np.zeros(len(calls), bool)
-    timed[:-1] = reads[calls.name[1:]] & (calls.thread[1:] == calls.thread[:-1]) if len(calls) else False
+    timed[:-1] = reads[calls.name[1:]] & (calls.thread[1:] == calls.thread[:-1])
     return timed
 
 
@@ -309,7 +299,7 @@ def _find_in_sync_events(columns: Columns, explains: Bools) -> list[BlockingCall
     events, calls, ops = columns.tables["syncs"], columns.tables["calls"], columns.tables["ops"]
     kinds = [SYNC_EVENTS.get(name) for name in columns.names]
     waits = columns.match_names(SYNC_EVENTS.get)
-    alone = np.flatnonzero(waits[events.name]) if len(events) else np.zeros(0, np.int64)
+    alone = np.flatnonzero(waits[events.name])
     alone = alone[~_find_explained_events(events.take(alone), calls.take(np.flatnonzero(explains)))]
     if not len(alone):
         return []
@@ -322,9 +312,8 @@ def _find_in_sync_events(columns: Columns, explains: Bools) -> list[BlockingCall
             -1,
         )
     linked = _get_external_ids(events)
-    op = match_keys(ops.external, linked)
-    thread = np.where(op >= 0, ops.thread[op], -1) if len(ops) else np.full(len(alone), -1)
-    thread = np.where(call >= 0, calls.thread[call], thread) if len(calls) else thread
+    thread = take_known(ops.thread, match_keys(ops.external, linked), -1)
+    thread = take_known(calls.thread, call, thread)
     found = []
     rows = (column.tolist() for column in (events.start, events.end, events.name, thread, linked))
     for start, end, name, by, link in zip(*rows, strict=True):
@@ -340,15 +329,19 @@ def _compute_midpoints(table: Table) -> Floats:
 
 
 def _find_explained_events(events: Table, calls: Table) -> Bools:
-    """Return a mask of `cuda_sync` events that belong to one of these calls: by id, or, if either has none, by time,
-    one to each.
+    """Return a mask of `cuda_sync` events that belong to one of these calls: by id, or, if either has none, by time.
+
+    Calls of several threads may contain an event, so that each event goes to the call with the most similar start and end.
     """
     known = match_keys(calls.correlation, events.correlation) >= 0
     free = np.flatnonzero(match_keys(events.correlation, calls.correlation) < 0)
     left = np.flatnonzero(~known)
     moment, at = find_containing(calls.start[free], calls.end[free], _compute_midpoints(events)[left])
+    pairs = left[moment], free[at]
+    apart = np.abs(events.start[pairs[0]] - calls.start[pairs[1]]) + np.abs(events.end[pairs[0]] - calls.end[pairs[1]])
+    nearest_first = np.argsort(apart, kind="stable")
     taken: set[int] = set()
-    for event, call in zip(left[moment].tolist(), free[at].tolist(), strict=True):
+    for event, call in zip(*(rows[nearest_first].tolist() for rows in pairs), strict=True):
         without = events.correlation[event] == -1 or calls.correlation[call] == -1
         if without and not known[event] and call not in taken:
             known[event] = True

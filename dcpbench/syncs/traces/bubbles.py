@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dcpbench.syncs.traces.intervals import match_keys, merge_intervals, sum_covered_time
+from dcpbench.syncs.traces.intervals import match_keys, merge_intervals, sum_covered_time, take_known
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,8 +58,7 @@ def _compute_max_loss(columns: Columns, blocking: BlockingCalls) -> Floats:
         return np.zeros(len(blocking))
     busy = merge_intervals(gpu.start, gpu.end)
     gaps = busy[1][:-1], busy[0][1:]
-    row = match_keys(calls.correlation, gpu.correlation)
-    launched = np.where(row >= 0, calls.start[row], -np.inf) if len(calls) else np.full(len(gpu), -np.inf)
+    launched = take_known(calls.start, match_keys(calls.correlation, gpu.correlation), -np.inf)
     order = np.argsort(launched, kind="stable")
     done = np.append(-np.inf, np.maximum.accumulate(gpu.end[order]))
     left = np.clip(done[np.searchsorted(launched[order], start, "right")] - start, 0.0, end - start)
@@ -114,7 +113,7 @@ def _find_wait_targets(columns: Columns, blocking: BlockingCalls) -> _WaitTarget
     """
     gpu = columns.tables["gpu"]
     blocks = ~blocking.may_block
-    of_copy = np.where(blocking.copied >= 0, gpu.thread[blocking.copied], -1) if len(gpu) else blocking.copied
+    of_copy = take_known(gpu.thread, blocking.copied, -1)
     long = (blocking.copied < 0) & (blocking.end - blocking.start > MAX_NO_WAIT_US)
     streams = {}
     for stream in np.unique(gpu.thread).tolist():
@@ -200,8 +199,7 @@ def _find_prerequisites(columns: Columns) -> Ints:
     began as work of exactly one other stream ended.
     """
     gpu, calls = columns.tables["gpu"], columns.tables["calls"]
-    launch = match_keys(calls.correlation, gpu.correlation)
-    launched = np.where(launch >= 0, calls.end[launch], np.inf) if len(calls) else np.full(len(gpu), np.inf)
+    launched = take_known(calls.end, match_keys(calls.correlation, gpu.correlation), np.inf)
     order = np.lexsort((gpu.start, gpu.thread))
     same = gpu.thread[order[1:]] == gpu.thread[order[:-1]]
     ready = launched.copy()

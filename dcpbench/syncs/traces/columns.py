@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from dcpbench.records.garbage_collection import stop_garbage_collector
-from dcpbench.syncs.traces.coverage import STEP, is_one_bit_off
+from dcpbench.syncs.steps import STEP
+from dcpbench.syncs.traces.coverage import is_one_bit_off
 from dcpbench.syncs.traces.reading import Args, Event, ReadProblems
 
 if TYPE_CHECKING:
@@ -114,17 +115,18 @@ class Columns:
     stacks: list[str]  # call stacks of ops and calls by number, innermost frame first, parted by `;`
     thread_names: list[str]  # names of threads and streams by number
     repeated: int  # events that stood in the file once more, and are left out
+    driver_calls: int  # calls of the driver API
 
     def __init__(self, problems: ReadProblems, recorder: Recorder = "torch.profiler") -> None:
         self.problems, self.recorder = problems, recorder
-        self.driver_calls = 0
+        self.driver_names: set[int] = set()  # numbers of the names of calls of the driver API
         self.warnings: list[str] = []  # sentences of the recorder about the recording
         self._begun = False
         self.devices: set[object] = set()  # GPUs that had work
         self.foreign: set[str] = set()  # categories of events of other accelerators
-        self._name, self._stack, self._odd_id, self._thread = Ids(), CallStacks(), Ids(), Threads()
-        self._labels: dict[int, str] = {}
-        self._parts: dict[str, list[dict[str, NDArray[Any]]]] = {kind: [] for kind in FIELDS}
+        self.name_ids, self.stack_ids, self.thread_ids, self._odd_ids = Ids(), CallStacks(), Threads(), Ids()
+        self.labels: dict[int, str] = {}  # names of threads, by their numbers
+        self.parts: dict[str, list[dict[str, NDArray[Any]]]] = {kind: [] for kind in FIELDS}
 
     def add_events(self, events: list[Event]) -> None:
         """Take what is needed of a block. An empty first event is none: RPD, a profiler of ROCm, begins its files so."""
@@ -138,7 +140,7 @@ class Columns:
             if kind:
                 timed = [e for e in group if e.ph == "X"]
                 self._add_columns(kind, timed)
-                self.driver_calls += len(timed) if category in DRIVER else 0
+                self.driver_names |= {self.name_ids[e.name] for e in timed} if category in DRIVER else set()
                 self.problems.unreadable_events += len(group) - len(timed) if kind in CAUSES else 0
             elif not category:
                 self._read_labels(group)
@@ -152,7 +154,7 @@ class Columns:
         for e in events:
             if e.ph == "M":
                 if e.name == "thread_name" and e.args is not None:
-                    self._labels[self._thread[e.pid, e.tid]] = str(e.args.name)
+                    self.labels[self.thread_ids[e.pid, e.tid]] = str(e.args.name)
             elif not e.ph or e.name.startswith(STEP) or (e.args is not None and e.args.correlation != NONE):
                 self.problems.unreadable_events += 1
 
@@ -168,44 +170,21 @@ class Columns:
             start, length = start[fine], length[fine]
         args = [e.args or _NO_ARGS for e in events]
         fields = {field: self._build_column(field, events, args) for field in FIELDS[kind]}
-        self._add_part(kind, start, length, fields)
+        self.add_rows(kind, start, length, **fields)
         if kind == "gpu":
             self.devices |= {a.device for a in args} - {None}
 
-    def add_rows(self, kind: str, start: Floats, end: Floats, **fields: NDArray[Any]) -> None:
-        """Take events that another reader has as columns: times in microseconds, the columns of FIELDS, names by number."""
-        self._add_part(kind, start, end - start, fields)
-
-    def _add_part(self, kind: str, start: Floats, length: Floats, fields: dict[str, NDArray[Any]]) -> None:
+    def add_rows(self, kind: str, start: Floats, length: Floats, **fields: NDArray[Any]) -> None:
+        """Take events of a kind as columns: times in microseconds, the columns of FIELDS, names by number."""
         if kind in TIMED:
             self.problems.untimed_events += int((~((length >= 0) & (length < MAX_TIME_US))).sum())
         length = np.where(np.abs(length) < MAX_TIME_US, length, 0.0).clip(min=0)
-        if kind in CAUSES and "" in self._name:
-            self.problems.unreadable_events += int((fields["name"] == self._name[""]).sum())
-        self._parts[kind].append({"start": start, "end": start + length, **fields})
-
-    def number_name(self, name: str) -> int:
-        """Return the number of a name for `add_rows`."""
-        return self._name[name]
-
-    def number_stack(self, stack: str) -> int:
-        """Return the number of a call stack for `add_rows`, NONE for one without frames."""
-        return self._stack[stack]
-
-    def number_thread(self, process: object, thread: object) -> int:
-        """Return the number of a thread or stream for `add_rows`."""
-        return self._thread[process, thread]
-
-    def label_thread(self, process: object, thread: object, label: str) -> None:
-        """Set the name of a thread."""
-        self._labels[self._thread[process, thread]] = label
-
-    def has_rows(self, kind: str) -> bool:
-        """Return whether events of a kind were taken; before `close` alone."""
-        return bool(self._parts[kind])
+        if kind in CAUSES and "" in self.name_ids:
+            self.problems.unreadable_events += int((fields["name"] == self.name_ids[""]).sum())
+        self.parts[kind].append({"start": start, "end": start + length, **fields})
 
     def _build_column(self, field: str, events: list[Event], args: list[Args]) -> NDArray[Any]:
-        name, thread, stack = self._name, self._thread, self._stack
+        name, thread, stack = self.name_ids, self.thread_ids, self.stack_ids
         if field == "name":
             return np.array([name[e.name] for e in events], np.int32)
         if field == "thread":
@@ -229,11 +208,11 @@ class Columns:
             number = int(value)  # type: ignore[call-overload]
         except (TypeError, ValueError, OverflowError):
             number = -(1 << 63)
-        return number if NONE <= number < 1 << 62 else -2 - self._odd_id[value]
+        return number if NONE <= number < 1 << 62 else -2 - self._odd_ids[value]
 
     def match_names(self, test: Callable[[str], object]) -> NDArray[np.bool_]:
         """Return for each name, by its number, whether it passes the test."""
-        return np.array([bool(test(name)) for name in self._name], bool)
+        return np.array([bool(test(name)) for name in self.name_ids], bool)
 
     def list_ranges(self) -> list[str]:
         """Return the name of each annotation; after `close`."""
@@ -241,14 +220,15 @@ class Columns:
 
     def close(self) -> Columns:
         """Return these columns after all blocks were added."""
-        self.names, self.stacks = list(self._name), list(self._stack)
-        self.thread_names = [self._format_thread_name(n, tid) for n, (_, tid) in enumerate(self._thread.numbers)]
-        self.tables, self.repeated = _drop_repeats({kind: _join_parts(parts) for kind, parts in self._parts.items()})
+        self.names, self.stacks = list(self.name_ids), list(self.stack_ids)
+        self.thread_names = [self._format_thread_name(n, tid) for n, (_, tid) in enumerate(self.thread_ids.numbers)]
+        self.tables, self.repeated = _drop_repeats({kind: _join_parts(parts) for kind, parts in self.parts.items()})
+        self.driver_calls = int(np.isin(self.tables["calls"].name, list(self.driver_names)).sum())
         return self
 
     def _format_thread_name(self, number: int, tid: object) -> str:
         """Format `thread 4242 (python3)`; kineto's own label repeats the number."""
-        label = self._labels.get(number, "").removeprefix("thread ").strip()
+        label = self.labels.get(number, "").removeprefix("thread ").strip()
         return f"thread {label}" if str(tid) in label else f"thread {tid}" + (f" ({label})" if label else "")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from dcpbench.show.text import format_count
-from dcpbench.syncs.steps import HOW_TO_MARK, format_ranges
+from dcpbench.syncs.steps import HOW_TO_MARK, STEP, format_ranges
 from dcpbench.syncs.sync_report import Coverage
 from dcpbench.syncs.traces.blocking import API_NAMES, RUNTIMES, SYNC_EVENTS, get_wait_kind, parse_direction
 
@@ -61,7 +61,6 @@ _ADVICE: dict[Recorder, _Advice] = {
         steps="Wrap each step in torch.cuda.nvtx.range(f\"step {n}\") and give --step-range '^step '.",
     ),
 }
-STEP = "ProfilerStep#"
 _STEP = re.compile(r"(.*\D)\d+", re.DOTALL)
 
 

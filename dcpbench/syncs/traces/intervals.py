@@ -83,3 +83,8 @@ def match_keys(keys: Ints, wanted: Ints) -> Ints:
     at = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
     row = order[at]
     return np.where((keys[row] == wanted) & (wanted != -1), row, -1)
+
+
+def take_known(values: Ints, rows: Ints, default: Ints | float) -> Ints:
+    """Return the values at these rows, and `default`, which may have a value for each row, where the row is -1."""
+    return np.where(rows >= 0, values[rows], default) if len(values) else np.full(len(rows), default)
