@@ -322,6 +322,7 @@ def _make_loads(wanted: QueryOptions, positions: int) -> "list[tuple[int, int, L
     """Return (concurrency, context, load) of each load, as Query holds them. `positions`: the model's maximum length."""
     from dcpbench.errors import UsageError
     from dcpbench.plan.option_parsers import check_positive
+    from dcpbench.plan.serve_spec import MAX_REQUESTS, check_request_count
     from dcpbench.points.batches import CHUNK
     from dcpbench.points.names import CLOSED, GAMMA
     from dcpbench.points.point import Load
@@ -349,6 +350,7 @@ def _make_loads(wanted: QueryOptions, positions: int) -> "list[tuple[int, int, L
         parse_lengths(option, value)
     check_positive("chunk", chunk)
     check_positive("num_requests", requests)
+    check_request_count(requests)
 
     def make_load(requests: int, rate: float | None = None) -> Load:
         return Load(
@@ -364,6 +366,10 @@ def _make_loads(wanted: QueryOptions, positions: int) -> "list[tuple[int, int, L
         )
 
     if wanted.request_rate is None:
+        if max(clients) > (most := MAX_REQUESTS // ROUNDS):
+            raise UsageError(
+                f"--concurrency {max(clients)} is more than {most:,}, which would not fit in memory; lower it."
+            )
         loads = [(n, make_load(ROUNDS * n)) for n in clients]
         return [(n, compute_extent(of).find_longest_served(positions), of) for n, of in loads]
     rates = _parse_rates(wanted.request_rate)
@@ -413,7 +419,7 @@ def _parse_rates(typed: str) -> list[float]:
         raise UsageError(
             f"--request-rate {typed} is not a rate; write for example --request-rate 0.5,2, or inf for all requests at once."
         )
-    return rates
+    return list(dict.fromkeys(rates))
 
 
 def _load_evidence(paths: list[Path]) -> "Evidence":

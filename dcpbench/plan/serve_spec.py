@@ -70,6 +70,14 @@ MIN_GB_S, MAX_GB_S, MAX_TRANSFER_MS = 1e-3, 1e6, 60_000
 MIN_BURSTINESS = 1e-3  # gaps are then 32 times as uneven as Poisson's; below, floating point leaves only gaps of 0
 
 
+def check_request_count(count: int) -> None:
+    """Raise UsageError for more requests than can be generated."""
+    if count > MAX_REQUESTS:
+        raise UsageError(
+            f"--num-requests {count} is more than {MAX_REQUESTS:,}, which would not fit in memory; lower it."
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeLoads:
     """Describe the loads to send: every combination of concurrency or rate, prompts and answers.
@@ -107,11 +115,7 @@ class ServeLoads:
             check_positive(name, getattr(self, name))
         for value in self.chunk:
             check_positive("chunk", value)
-        if self.num_requests > MAX_REQUESTS:
-            raise UsageError(
-                f"--num-requests {self.num_requests} is more than {MAX_REQUESTS:,}, which would not fit in memory; "
-                "lower it."
-            )
+        check_request_count(self.num_requests)
         for value in self.concurrency:
             check_positive("concurrency", value)
         for axis in (axis for axis in LOAD_AXES if axis.values):

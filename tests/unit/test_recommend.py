@@ -524,6 +524,15 @@ def test_presets_use_only_documented_flags(name: str, nnodes: int) -> None:
     assert "--dcp-comm-backend" in used
 
 
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_single_gpu_has_no_flag_of_expert_parallelism(name: str) -> None:
+    """vLLM refuses it for models without experts, and one rank holds all experts either way."""
+    one = point(tp=1, ep="tp", weights="unknown")
+    assert PRESETS[name].make_command(one, {}, "m", 7) == PRESETS[name].make_command(
+        msgspec.structs.replace(one, ep="1"), {}, "m", 7
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "lacking"),
     [
@@ -804,6 +813,8 @@ def test_gain_is_not_split_without_a_served_baseline(capsys: pytest.CaptureFixtu
         ("--machine H200 --price 1e308", "--price 1e+308 is not a valid price"),
         ("--machine H200 --prefill chunk=0", "--prefill chunk=0 is not positive; try --prefill chunk=8192."),
         ("--machine H200 --request-rate 1 --num-requests -7", "--num-requests -7 is not positive"),
+        ("--machine H200 --request-rate 1 --num-requests 10000001", "--num-requests 10000001 is more than 10,000,000"),
+        ("--machine H200 --concurrency 8,2500001", "--concurrency 2500001 is more than 2,500,000"),
         (
             "--machine H200 --num-requests 9",
             "--num-requests applies only with --request-rate; add --request-rate, or leave it out.",
@@ -1030,6 +1041,30 @@ def test_picture_marks_estimates_and_names_layouts_like_the_table(
         tuple(y * 4 for y in line.get_ydata()): line.get_linestyle() for line in lines if line.get_marker() == "None"
     }  # type: ignore[union-attr,operator]
     assert joins == {(800, 900): "-", (900, 950): "-", (800, 850): "--", (500, 600): "--"}
+
+
+def test_picture_of_open_loops_is_over_the_request_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both rates may have as many requests in flight; a rate of inf is a closed loop, with a panel of its own."""
+    figures: list[Figure] = []
+    monkeypatch.setattr("dcpbench.show.figure_style.save_figure", lambda figure, *_: figures.append(figure))
+    loads = [load(arrival="gamma", request_rate=rate) for rate in (0.5, 1.5)] + [load()]
+    choices = [dataclasses.replace(choice(), forecasts=[forecast(800, workload="serve", load=of)]) for of in loads]
+    answer_formats.draw_picture(make_query("H200"), choices, tmp_path / "x.png")
+    rates, clients = figures[0].axes
+    assert [label.get_text() for label in rates.get_xticklabels()] == ["0.5", "1.5"]
+    assert [ax.get_xlabel() for ax in (rates, clients)] == [
+        "request rate (requests/s)",
+        "concurrency (requests in flight)",
+    ]
+
+
+def test_request_rate_is_compared_once() -> None:
+    assert command._parse_rates("2,inf,2,2.0") == [2.0, math.inf]
+
+
+def test_lead_without_a_difference_has_no_sign() -> None:
+    details = answer_formats.format_details(make_query("H200"), choice(200, 400.00001))
+    assert "the next layout, tp4, by 0 % ± " in details[1]
 
 
 def test_answer_names_layouts_that_could_not_be_judged() -> None:
@@ -1301,8 +1336,8 @@ def test_loads_with_one_answer_are_a_range_with_one_unit() -> None:
             choice(200, 400, 600, 800),
             "tp2 or tp4 (2 more are level with both), between which only a measurement decides",
         ),
-        (choice(200, slo=False), "no layout meets the SLO, nearest is tp2"),
-        (choice(200, 400, 600, 800, 1000, slo=False), "no layout meets the SLO, nearest is tp2, tp4, tp6 or tp8"),
+        (choice(200, slo=False), "no layout meets the SLO; most output has tp2"),
+        (choice(200, 400, 600, 800, 1000, slo=False), "no layout meets the SLO; most output has tp2, tp4, tp6 or tp8"),
     ],
     ids=["one", "two", "three", "four", "missed", "five missed"],
 )
@@ -1377,7 +1412,7 @@ def test_kv_headroom_breaks_ties(held: tuple[int, ...], order: list[str], answer
     )
     assert found.decided == ("take" in answer)
     command = answer_formats.format_details(make_query("H200"), found)[-1]
-    assert command.startswith("To decide, run on 2 × H200: dcpbench ab --both ") != found.decided
+    assert command.startswith("To decide, run on 4 × H200: dcpbench ab --both ") != found.decided
 
 
 def test_kv_capacity_below_the_load_is_shown_in_the_table() -> None:
