@@ -763,6 +763,10 @@ def test_served_records_count_only_with_the_same_kv_memory() -> None:
     assert "with 8 GiB of KV on each GPU, not all that was left (--kv-memory)" in notes[0]
     same, _ = advise._select_records(dataclasses.replace(query, kv_memory="8GiB"), advise.Evidence(runs=[run]))
     assert len(same) == len([r for r in run.records if r.outcome == "ok"]) > 0
+    _, notes = advise._select_records(
+        dataclasses.replace(query, kv_memory="8GiB", kv_dtype="fp8"), advise.Evidence(runs=[run])
+    )
+    assert notes[0] == f"Left out: {len(same)} records with --kv-dtype bf16, not fp8."
 
 
 def test_served_load_is_replayed_with_estimated_steps(capsys: pytest.CaptureFixture[str]) -> None:
