@@ -239,6 +239,10 @@ def _make_query(wanted: QueryOptions) -> "Query":
     )
     stages = _read_stages(wanted.stages or Stages())
     drafts, acceptance = _parse_drafts(wanted.mtp)
+    if routing := parse_routing(wanted.routing):
+        from dcpbench.points.expert_choices import load_choices
+
+        load_choices(routing, shape)
     return Query(
         model=wanted.model,
         stages=tuple(itertools.product(stages.pp or (1,), stages.pcp or (1,))),
@@ -252,7 +256,7 @@ def _make_query(wanted: QueryOptions) -> "Query":
         exchanges=exchanges,
         mtp=drafts,
         acceptance=acceptance,
-        routing=parse_routing(wanted.routing),
+        routing=routing,
         slo=_parse_objectives(wanted),
         price=wanted.price,
         kv_memory=wanted.kv_memory,

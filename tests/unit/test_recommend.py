@@ -840,6 +840,8 @@ def test_gain_is_not_split_without_a_served_baseline(capsys: pytest.CaptureFixtu
             "163,841 tokens together, pass deepseek-v3's 163,840 positions",
         ),
         ("--machine H200 --weights-dtype int3", "--weights-dtype int3 is none of bf16, fp8, int4, nvfp4, mxfp4"),
+        ("--machine H200 --model qwen3-8b --routing zipf:1", "qwen3-8b has no experts; leave --routing out."),
+        ("--machine H200 --routing pyproject.toml", "no counts of experts by layer"),
         ("--machine H200 --force", "--force overwrites files in the folder of -o; add -o, or leave --force out."),
         (
             "--machine H200 --score x --concurrency 8 --price 2 run",
