@@ -809,8 +809,10 @@ def test_gain_is_not_split_without_a_served_baseline(capsys: pytest.CaptureFixtu
     [
         ("", "--machine H200"),
         ("--machine nope", "is no machine that is known"),
-        ("--machine H200 --context 4000 --concurrency 0", "--concurrency 0 is not a positive number"),
-        ("--machine H200 --request-rate x", "--request-rate x is not a rate"),
+        ("--machine H200 --context 4000 --concurrency 0", "--concurrency 0 is not positive; try --concurrency 8,32."),
+        ("--machine H200 --request-rate x", "--request-rate x: not a number"),
+        ("--machine H200 --request-rate 1,0", "--request-rate 0 is not a positive number of requests per second"),
+        ("--machine H200 --stages pp=2,micro-batches=0", "--stages micro-batches=0 is not positive"),
         ("--machine H200 --request-rate 1 --concurrency 2", "contradict each other"),
         ("--machine H200 --exchange foo", "--exchange foo is none of"),
         ("--machine H200 --price -1", "--price -1 is not a valid price"),
@@ -1064,8 +1066,10 @@ def test_picture_of_open_loops_is_over_the_request_rate(tmp_path: Path, monkeypa
     ]
 
 
-def test_request_rate_is_compared_once() -> None:
-    assert command._parse_rates("2,inf,2,2.0") == [2.0, math.inf]
+def test_request_rate_is_compared_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--machine H200 --gpus 1 --model qwen3-8b --num-requests 2 --input-tokens 9 --output-tokens 2 --json"
+    found = json.loads(run(capsys, *words.split(), "--request-rate", "2,2.0")[1])
+    assert [load["load"] for load in found["loads"]] == ["2 req/s × 9 → 2 tokens"]
 
 
 def test_lead_without_a_difference_has_no_sign() -> None:
