@@ -30,6 +30,7 @@ from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
 from dcpbench.recommend.layout_choice import (
     NO_WHOLE_MODEL,
     OTHER,
+    TOO_MANY,
     compute_margin,
     compute_price,
     compute_tok_s_per_gpu,
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from dcpbench.recommend.answer_table import Row
     from dcpbench.recommend.estimate import Steps
     from dcpbench.recommend.forecast import Forecast
-    from dcpbench.recommend.layout_choice import Choice
+    from dcpbench.recommend.layout_choice import Choice, Refusal
 
     Starts = Mapping[str, Sequence["Start"]]  # by recommended layout, one for each engine
     Flags = Mapping[str, Mapping[str, str]]  # command of each layout by engine; none if the engine cannot run it
@@ -83,7 +84,7 @@ def format_answer(query: Query, choices: Sequence[Choice]) -> str:
     """Return which layout to use from which load on, for which machine, and how certain that is."""
     able = [choice for choice in choices if choice.best]
     if not able:
-        who, refusal = next(iter(choices[0].refused.items()))
+        who, refusal = _find_nearest_refusal(choices[0])
         instead = choices[0].instead if refusal.kind != OTHER else []
         give = f"; give {format_list(instead, 'or')}" if instead else ""
         whole = all(one.kind == NO_WHOLE_MODEL for choice in choices for one in choice.refused.values())
@@ -96,6 +97,20 @@ def format_answer(query: Query, choices: Sequence[Choice]) -> str:
         begin = first.requests if first.lengths == last.lengths else first.name
         runs.append(f"at {last.name if first is last else f'{begin} to {last.name}'}, {text}")
     return f"{format_capitalized(_format_gpus(query))}{_format_layers_held(able)}{_format_drafts(query)}: {'; '.join(runs)} ({_format_basis(able)}).{_format_unjudged(choices)}{_format_lock_step(query, able)}"
+
+
+def _find_nearest_refusal(choice: Choice) -> tuple[str, Refusal]:
+    """Return the refused layout that lacks least, of those that are refused for the same reason as the first."""
+
+    def measure_lack(who: str) -> int:
+        if choice.refused[who].kind == TOO_MANY:
+            return -choice.refused_points[who].dp
+        capacity = choice.capacities.get(who)
+        return 0 if capacity is None else capacity.missing_bytes
+
+    first = next(iter(choice.refused.values()))
+    who = min((who for who, one in choice.refused.items() if one.kind == first.kind), key=measure_lack)
+    return who, choice.refused[who]
 
 
 def _format_drafts(query: Query) -> str:

@@ -930,6 +930,10 @@ def test_refusal_names_the_layout_once_if_nothing_fits() -> None:
     assert answer_formats.format_answer(make_query("H200"), [small]).endswith(
         "can be recommended: tp8: its weights are large; give --x."
     )
+    lacks = {"tp8": 9, "tp8·dcp4": 4, "tp8·dcp2": 7}
+    capacities = {who: Capacity(weight_bytes=1, missing_bytes=gib << 30) for who, gib in lacks.items()}
+    several = dataclasses.replace(small, refused=dict.fromkeys(lacks, large), capacities=capacities)
+    assert "can be recommended: tp8·dcp4: its weights" in answer_formats.format_answer(make_query("H200"), [several])
     unknown = advise.Refusal(advise.OTHER, "nothing is known of it; measure it.")
     other = dataclasses.replace(small, refused={"tp8": unknown})
     assert answer_formats.format_answer(make_query("H200"), [other]).endswith(
