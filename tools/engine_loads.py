@@ -2,7 +2,7 @@
 
 `python -m tools.recommend_check --engines` prints the score; docs/recommend.md has its table. It needs no GPU.
 
-The loads of RUNS were measured after all steps to which estimates are fitted, at tp2 and tp2·dcp2 on the same GPUs. Estimates use no record
+The loads of RUNS were measured at tp2 and tp2·dcp2 on the same GPUs. None of them is part of the fit of estimates, which use no record
 of an engine. The recommendation is one layout, or two if it is undecided. An answer is right if the measured output of each named layout is
 at most score.NEAR below the best one. The tool also prints how many answers are right within the scatter of launches.
 

@@ -50,7 +50,13 @@ FP8 = [*GRID, *sorted((FOUR / "grid-tp").iterdir()), *sorted((FOUR / "a2a-k2").i
 BF16 = [FOUR / "bf16" / "deepseek-v3-bf16", FOUR / "bf16-k2" / "kimi-k2-bf16"]
 EXPERTS = sorted((FOUR / "experts").iterdir())
 ALONE = [ONE / name for name in ("v3-fp8-kv-ours", "v3-fp8-bf16-kv", "k2-bf16", "k2-fp8-bf16-kv", "k2-fp8-kv")]
-STEPPED = [*NOW, *FP8, *BF16, *EXPERTS, *ALONE]  # runs of decode, with a step per record
+GROUPED = RESULTS / "gqa-routing_2xH200_2026-11-29"
+ROUTED = [
+    GROUPED / "routing",
+    *sorted((GROUPED / "routing-layouts").glob("*k")),
+]  # runs with skewed routing, and with 128,000 tokens
+STEPPED = [*NOW, *FP8, *BF16, *EXPERTS, *ALONE, *ROUTED]  # runs of decode, with a step per record
+CUT = {"v3-8": "deepseek-v3"}  # model folders next to a run that have some layers of a model
 V3, K2 = FOUR / "seed" / "deepseek-v3", sorted((FOUR / "seed-k2").iterdir())
 TIMED = [V3, *K2, PROMPTS / "build-deepseek-v3"]  # runs with step times, including those of steps with prompts
 FIRST = ([V3], [*GRID, *sorted((FOUR / "grid").glob("*-tp4")), ONE / "k2-fp8-kv"])
@@ -155,8 +161,17 @@ def collect_steps(timed: list[Path], stepped: list[Path], now: list[Path]) -> tu
     for run in stepped:
         for r in read_run(run).records:
             if r.metrics is not None:
-                found.append(make_step(r.point, None, r.metrics.step_ms.median, older=run not in now))
+                model, terms, us = make_step(
+                    locate_model(r.point, run), None, r.metrics.step_ms.median, older=run not in now
+                )
+                found.append((CUT.get(r.point.model, model), terms, us))
     return found, [str(run.relative_to(ROOT)) for run in (*timed, *stepped)]
+
+
+def locate_model(point: Point, run: Path) -> Point:
+    """Return the point with the path of its model's folder if that lies next to the run."""
+    folder = run.parent / point.model
+    return msgspec.structs.replace(point, model=str(folder)) if (folder / "config.json").is_file() else point
 
 
 def find_point(path: Mapping[str, object], records: list[Record]) -> Point:
@@ -265,7 +280,7 @@ def main() -> int:
     if args.engines:
         print_scores(RESULTS, estimate.load_published_steps())
         return 0
-    steps, before = fit_runs(TIMED, STEPPED, NOW)
+    steps, before = fit_runs(TIMED, STEPPED, [*NOW, *ROUTED])
     errors: list[float] = []
     ratios: list[float] = []
     for name, folders in (SETS | BEFORE).items():

@@ -303,8 +303,8 @@ def replay_step_times(
     loads = set(SERVER_PARSERS) - {"model", "dtype", "exchange", "ep", *DEGREES}
     if other := [name for name, value in given.items() if name not in {*loads, "step_times"} and value is not None]:
         raise UsageError(
-            f"{format_flag(other[0])} cannot be changed for {path}, which has the steps of one server of {times.engine.engine}; "
-            "leave it out."
+            f"{', '.join(map(format_flag, other))}: these options are fixed in {path}, which has the steps of one server of "
+            f"{times.engine.engine}; leave them out."
         )
     if policy:
         check_known("policy", policy, ENGINE_POLICIES)

@@ -114,7 +114,7 @@ def test_replay_from_measured_steps_needs_no_server(capsys: pytest.CaptureFixtur
     assert len({one.serve.output_tok_s for one in found if one.serve is not None}) == 1
     assert [one.point.get_key() for one in found] == [record.point.get_key()] * 3
     for words, problem in (
-        (["--tp", "2"], "--tp cannot be changed"),
+        (["--tp", "2", "--dcp", "1"], "--tp, --dcp: these options are fixed in"),
         (["--prefill", "policy=mixed"], "--prefill policy=mixed is unknown"),
     ):
         code, _, err = dcpbench(capsys, "serve", "--mode", "replay", "--step-times", str(file), *words)

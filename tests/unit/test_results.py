@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,9 @@ def parse_command(command: str) -> tuple[list[Path], str, dict[str, bool]]:
     return [Path(w) for w in words if w != "--as-repeats"], out, {"as_repeats": "--as-repeats" in words}
 
 
+TRACKED = set(subprocess.check_output(["git", "ls-files", "."], cwd=RESULTS, text=True).split("\n"))
 COMMITTED = [  # reports linked from a document; folders of other reports contain at most a picture
-    (folder, command)
-    for folder, command in LINES
-    if (RESULTS / folder / parse_command(command)[1] / "points.csv").is_file()
+    (folder, command) for folder, command in LINES if f"{folder}/{parse_command(command)[1]}/points.csv" in TRACKED
 ]
 
 
