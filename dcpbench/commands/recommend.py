@@ -233,12 +233,16 @@ def _make_query(wanted: QueryOptions) -> "Query":
             f"--price {wanted.price:g} is not a valid price of a GPU per hour; write for example --price 3.5."
         )
     gpus = (
-        _parse_positive("gpus", wanted.gpus, "8")
+        _parse_positive("gpus", wanted.gpus)
         if wanted.gpus is not None
         else (here or min(GPUS_PER_HOST, machine.gpus_per_host),)
     )
     stages = _read_stages(wanted.stages or Stages())
     drafts, acceptance = _parse_drafts(wanted.mtp)
+    if routing := parse_routing(wanted.routing):
+        from dcpbench.points.expert_choices import load_choices
+
+        load_choices(routing, shape)
     return Query(
         model=wanted.model,
         stages=tuple(itertools.product(stages.pp or (1,), stages.pcp or (1,))),
@@ -252,7 +256,7 @@ def _make_query(wanted: QueryOptions) -> "Query":
         exchanges=exchanges,
         mtp=drafts,
         acceptance=acceptance,
-        routing=parse_routing(wanted.routing),
+        routing=routing,
         slo=_parse_objectives(wanted),
         price=wanted.price,
         kv_memory=wanted.kv_memory,
@@ -262,15 +266,13 @@ def _make_query(wanted: QueryOptions) -> "Query":
 
 def _read_stages(stages: Stages) -> Stages:
     """Return --stages. Raise UsageError for a degree or a number of micro-batches below 1, or one that nothing uses."""
-    from dcpbench.errors import UsageError
+    from dcpbench.plan.option_parsers import check_positive
     from dcpbench.points.pipeline import check_micro_batches
 
-    for name in ("pp", "pcp", "micro_batches"):
-        given = getattr(stages, name)
-        for n in given if isinstance(given, tuple) else () if given is None else (given,):
-            if n < 1:
-                key = name.replace("_", "-")
-                raise UsageError(f"--stages {key}={n} is not a positive number; write for example --stages {key}=2.")
+    degrees = {"pp": stages.pp or (), "pcp": stages.pcp or ()}
+    for name, given in (degrees | {"micro_batches": [n for n in [stages.micro_batches] if n is not None]}).items():
+        for n in given:
+            check_positive(name, n)
     check_micro_batches(stages.micro_batches, stages.pp or (1,))
     return stages
 
@@ -308,13 +310,12 @@ def _find_local_gpu() -> tuple[str, int]:
     )
 
 
-def _parse_positive(name: str, typed: str, example: str) -> tuple[int, ...]:
-    from dcpbench.errors import UsageError
+def _parse_positive(name: str, typed: str) -> tuple[int, ...]:
     from dcpbench.plan import option_parsers as read
 
     found = read.parse_ints(name, typed)
-    if wrong := [n for n in found if n < 1]:
-        raise UsageError(f"--{name} {wrong[0]} is not a positive number; write for example --{name} {example}.")
+    for n in found:
+        read.check_positive(name, n)
     return found
 
 
@@ -322,6 +323,7 @@ def _make_loads(wanted: QueryOptions, positions: int) -> "list[tuple[int, int, L
     """Return (concurrency, context, load) of each load, as Query holds them. `positions`: the model's maximum length."""
     from dcpbench.errors import UsageError
     from dcpbench.plan.option_parsers import check_positive
+    from dcpbench.plan.serve_spec import MAX_REQUESTS, check_rates, check_request_count, parse_rates
     from dcpbench.points.batches import CHUNK
     from dcpbench.points.names import CLOSED, GAMMA
     from dcpbench.points.point import Load
@@ -329,14 +331,14 @@ def _make_loads(wanted: QueryOptions, positions: int) -> "list[tuple[int, int, L
     from dcpbench.serving.load_words import parse_lengths
     from dcpbench.serving.loads import compute_extent
 
-    clients = _parse_positive("concurrency", CLIENTS if wanted.concurrency is None else wanted.concurrency, "8,32")
+    clients = _parse_positive("concurrency", CLIENTS if wanted.concurrency is None else wanted.concurrency)
     if wanted.context is not None:
         if no_use := [format_flag(name) for name in SERVED if getattr(wanted, name) is not None]:
             raise UsageError(
                 f"--context measures decode steps only, which have no {format_list(no_use, 'or')}; "
                 f"leave out --context, or {format_list(no_use)}."
             )
-        return [(n, length, None) for length in _parse_positive("context", wanted.context, "32000") for n in clients]
+        return [(n, length, None) for length in _parse_positive("context", wanted.context) for n in clients]
     if wanted.num_requests is not None and wanted.request_rate is None:
         raise UsageError("--num-requests applies only with --request-rate; add --request-rate, or leave it out.")
     prompt = PROMPTS if wanted.input_tokens is None else wanted.input_tokens
@@ -349,6 +351,7 @@ def _make_loads(wanted: QueryOptions, positions: int) -> "list[tuple[int, int, L
         parse_lengths(option, value)
     check_positive("chunk", chunk)
     check_positive("num_requests", requests)
+    check_request_count(requests)
 
     def make_load(requests: int, rate: float | None = None) -> Load:
         return Load(
@@ -364,9 +367,14 @@ def _make_loads(wanted: QueryOptions, positions: int) -> "list[tuple[int, int, L
         )
 
     if wanted.request_rate is None:
+        if max(clients) > (most := MAX_REQUESTS // ROUNDS):
+            raise UsageError(
+                f"--concurrency {max(clients)} is more than {most:,}, which would not fit in memory; lower it."
+            )
         loads = [(n, make_load(ROUNDS * n)) for n in clients]
         return [(n, compute_extent(of).find_longest_served(positions), of) for n, of in loads]
-    rates = _parse_rates(wanted.request_rate)
+    rates = parse_rates("request_rate", wanted.request_rate)
+    check_rates(rates)
     if wanted.concurrency is not None:
         raise UsageError("--concurrency and --request-rate contradict each other; leave one of them out.")
     in_flight = min(requests, 512)
@@ -399,21 +407,6 @@ def _parse_objectives(wanted: QueryOptions) -> dict[str, float]:
         instead = f"write --slo {rest}" if rest else "leave out --slo"
         raise UsageError(f"{asks}, without {format_list(unknown, 'or')}; {instead}, or leave out {option}.")
     return slo
-
-
-def _parse_rates(typed: str) -> list[float]:
-    from dcpbench.errors import UsageError
-    from dcpbench.plan import option_parsers as read
-
-    try:
-        rates = [float(str(item)) for item in read.split_items("request_rate", typed)]
-    except ValueError:
-        rates = []
-    if not rates or any(not rate > 0 for rate in rates):
-        raise UsageError(
-            f"--request-rate {typed} is not a rate; write for example --request-rate 0.5,2, or inf for all requests at once."
-        )
-    return rates
 
 
 def _load_evidence(paths: list[Path]) -> "Evidence":

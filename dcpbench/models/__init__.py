@@ -160,7 +160,7 @@ def from_config(config: dict[str, Any], path: Path, quantization: object = None)
 
 def _parse_config(config: dict[str, Any], path: Path, quantization: object) -> ModelShape:
     family = find_family(config)
-    kind = config.get("model_type", "missing")
+    kind = config["model_type"]
     if isinstance(kind, str) and kind in NOT_PLANNED:
         raise ModelError(
             f"{path}: models with 'model_type' {format_value(kind)} are neither planned nor run: {NOT_PLANNED[kind]}. "

@@ -52,7 +52,9 @@ def parse_yarn(rope: dict[str, Any], max_position: int) -> Yarn | None:
     if kind == "default":
         return None
     if kind != "yarn":
-        raise ValueError(f"rope scaling {format_value(kind)} is not supported, only 'yarn'")
+        raise ValueError(
+            f"rope scaling {format_value(kind)} is not supported, only 'yarn' and, with grouped-query attention, {LLAMA3!r}"
+        )
     factor = rope.get("attention_factor")
     return Yarn(
         factor=parse_positive(rope, "factor"),

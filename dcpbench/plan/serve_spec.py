@@ -52,7 +52,7 @@ from dcpbench.serving.trace_formats import Reading
 from dcpbench.show.text import format_count, format_list
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from dcpbench.models.shapes import ModelShape
     from dcpbench.plan.spec import SweepSpec
@@ -68,6 +68,24 @@ MAX_SUBAGENTS = 1_000
 YAML_BASE = 60
 MIN_GB_S, MAX_GB_S, MAX_TRANSFER_MS = 1e-3, 1e6, 60_000
 MIN_BURSTINESS = 1e-3  # gaps are then 32 times as uneven as Poisson's; below, floating point leaves only gaps of 0
+
+
+def check_request_count(count: int) -> None:
+    """Raise UsageError for more requests than can be generated."""
+    if count > MAX_REQUESTS:
+        raise UsageError(
+            f"--num-requests {count} is more than {MAX_REQUESTS:,}, which would not fit in memory; lower it."
+        )
+
+
+def check_rates(rates: Iterable[float]) -> None:
+    """Raise UsageError for a number of requests per second that is not positive."""
+    for rate in rates:
+        if not rate > 0:
+            raise UsageError(
+                f"--request-rate {rate:g} is not a positive number of requests per second; try --request-rate 2, or "
+                "--request-rate inf for all requests at once."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,11 +125,7 @@ class ServeLoads:
             check_positive(name, getattr(self, name))
         for value in self.chunk:
             check_positive("chunk", value)
-        if self.num_requests > MAX_REQUESTS:
-            raise UsageError(
-                f"--num-requests {self.num_requests} is more than {MAX_REQUESTS:,}, which would not fit in memory; "
-                "lower it."
-            )
+        check_request_count(self.num_requests)
         for value in self.concurrency:
             check_positive("concurrency", value)
         for axis in (axis for axis in LOAD_AXES if axis.values):
@@ -141,12 +155,7 @@ class ServeLoads:
             )
 
     def _check_arrivals(self) -> None:
-        for rate in self.request_rate:
-            if not rate > 0:
-                raise UsageError(
-                    f"--request-rate {rate:g} is not a positive number of requests per second; try --request-rate 2, or "
-                    "--request-rate inf for all requests at once."
-                )
+        check_rates(self.request_rate)
         if not MIN_BURSTINESS <= self.burstiness < math.inf:
             raise UsageError(
                 f"--burstiness {self.burstiness:g} is no number from {MIN_BURSTINESS:g} on; write 1 for Poisson arrivals, a smaller "
@@ -523,7 +532,8 @@ def _parse_specs(name: str, value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words))
 
 
-def _parse_rates(name: str, value: object) -> tuple[float, ...]:
+def parse_rates(name: str, value: object) -> tuple[float, ...]:
+    """Parse `0.5,2`, each number once."""
     return tuple(dict.fromkeys(_parse_real(name, item) for item in read.split_items(name, value)))
 
 
@@ -563,7 +573,7 @@ SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {  # fields of a spe
     "trace_time_unit": read.parse_name,
     "trace_block_size": read.parse_int,
     "turn_tokens": lambda name, value: str(parse_lengths(format_flag(name), value)),
-    "request_rate": _parse_rates,
+    "request_rate": parse_rates,
     "requests": read.parse_name,
     "num_requests": read.parse_int,
     "chunk": read.parse_ints,
@@ -571,7 +581,7 @@ SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {  # fields of a spe
     "output_tokens": _parse_specs,
     "mode": read.parse_names,
     "disaggregate": _parse_instances,
-    "transfer_gb_s": _parse_rates,
+    "transfer_gb_s": parse_rates,
     "transfer_ms": _parse_real,
     "step_times": read.parse_name,
     "slo": lambda _, value: parse_slo(value),

@@ -285,12 +285,9 @@ def _check_routing(point: Point, shape: ModelShape, machine: Machine) -> None:
     """Raise an error unless a model with synthetic weights can route tokens like the point."""
     from dcpbench.points.expert_choices import load_choices  # numpy, which most plans do without
 
-    option = f"--routing {point.routing}"
     if not machine.timed or point.weights != SYNTHETIC:
         why = "verify compares results" if not machine.timed else "a checkpoint's router decides"
-        raise UsageError(f"{option}: {why}; leave --routing out.")
-    if not shape.experts:
-        raise UsageError(f"{option}: {shape.name} has no experts; leave --routing out.")
+        raise UsageError(f"--routing {point.routing}: {why}; leave --routing out.")
     load_choices(point.routing, shape)
 
 

@@ -134,9 +134,9 @@ def load_machine(name_or_file: str) -> Machine:
     path = Path(name_or_file)
     if path.suffix == ".toml" or path.is_file():
         return read_machine(path)
-    name, _, link = name_or_file.partition("+")
+    name, plus, link = name_or_file.partition("+")
     gpu = next((g.name for g in GPUS if name.strip().lower() in (g.name.lower(), g.device.lower())), None)
-    if gpu is None or (link and link not in [known.name for known in LINKS]):
+    if gpu is None or (plus and link not in [known.name for known in LINKS]):
         gpus, links = (", ".join(thing.name for thing in things) for things in (GPUS, LINKS))
         raise UsageError(
             f"{name_or_file!r} is no machine that is known: name a GPU ({gpus}), with +LINK ({links}) for more than one host, "

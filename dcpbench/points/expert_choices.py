@@ -32,6 +32,8 @@ SIMULATED_TOKENS, MIN_STEPS = 16384, 4  # tokens and fewest steps for an estimat
 @functools.lru_cache(maxsize=16)
 def load_choices(routing: str, shape: ModelShape) -> Choices:
     """Return the choices of a model's tokens; raise UsageError if the model cannot route like that."""
+    if not shape.experts:
+        raise UsageError(f"--routing {routing}: {shape.name} has no experts; leave --routing out.")
     if routing.startswith(ZIPF):
         sets_LSk = _select_zipf_sets(routing, shape)
     else:
@@ -150,7 +152,8 @@ def _select_checked(routing: str, wanted_LE: np.ndarray, count: int, shape: Mode
     if deviation > MAX_DEVIATION:
         raise UsageError(
             f"--routing {routing}: {shape.name} routes a token to at most {shape.topk_group} of {shape.n_group} groups of experts, so "
-            f"{deviation * 100:.0f} % of the rows would go to other experts than that distribution states; use a smaller exponent."
+            f"{deviation * 100:.0f} % of the rows would go to other experts than that distribution states; "
+            + ("use a smaller exponent." if routing.startswith(ZIPF) else "give a file of that model.")
         )
     return found.sets
 
@@ -179,7 +182,7 @@ def _fit_counts(path: str, counts_LE: np.ndarray, shape: ModelShape) -> np.ndarr
     rows, experts = counts_LE.shape
     if experts != shape.experts or (rows != layers and rows < shape.layers):
         raise UsageError(
-            f"--routing {path} has {rows} layers of {experts} experts, and {shape.name} has {shape.layers} layers, {layers} of them with "
+            f"--routing {path} has {rows} × {experts} counts, layers × experts, and {shape.name} has {shape.layers} layers, {layers} of them with "
             f"{shape.experts} experts; record that model."
         )
     used_LE = counts_LE if rows == layers else counts_LE[shape.first_k_dense_replace : shape.layers]
@@ -187,7 +190,7 @@ def _fit_counts(path: str, counts_LE: np.ndarray, shape: ModelShape) -> np.ndarr
     shares_LE = np.asarray(used_LE * shape.top_k / np.where(totals_L1 > 0, totals_L1, 1))
     if (totals_L1 <= 0).any() or (shares_LE > 1 + MAX_DEVIATION).any():
         raise UsageError(
-            f"--routing {path}: a layer has no counts, or an expert with more than a {shape.top_k}th of them, as no router of {shape.name} "
+            f"--routing {path}: a layer has no counts, or an expert with more than 1/{shape.top_k} of them, as no router of {shape.name} "
             "produces; check that the file has the counts of logical experts."
         )
     return shares_LE

@@ -97,13 +97,13 @@ def check_hosts(layout: Layout, machine: Machine) -> None:
     host = machine.gpus_per_host
     if layout.gpus > host and machine.link is None:
         raise UsageError(
-            f"{layout.gpus} GPUs are more than the {host} of a host, and no link between hosts is described; name a machine with "
-            f"+LINK, such as {machine.gpu}+rdma-400, or a file with link"
+            f"{layout.gpus} GPUs are more than the {host} of a host, and no link between hosts is described; use fewer, or name a "
+            f"machine with +LINK, such as {machine.gpu}+rdma-400, or a file with link."
         )
     if layout.spread.tp > host and 1 < layout.spread.dp <= host:
         ranks = "ranks of prefill context parallelism" if layout.pcp > 1 else "attention replicas"
         raise UsageError(
-            f"its {ranks} lie on several hosts, and what calls between a few ranks of different hosts take is not known"
+            f"its {ranks} lie on several hosts, and what calls between a few ranks of different hosts take is not known."
         )
 
 

@@ -534,7 +534,8 @@ def _explain_exclusion(record: Record, query: Query) -> str:
         return f"run on {device or 'an unnamed machine'}, not on {query.machine.card.device}"
     if point.load is not None and _get_pool_size(record) != query.kv_memory_bytes:
         return f"with {_format_gib(_get_pool_size(record))} of KV on each GPU, not {_format_gib(query.kv_memory_bytes)} (--kv-memory)"
-    return _describe_other_precision(point, query, server=server)
+    wrong = _describe_other_precision(point, query, server=server)
+    return f"with {wrong}" if wrong else ""
 
 
 def _explain_cpu(query: Query) -> str:

@@ -30,6 +30,7 @@ from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
 from dcpbench.recommend.layout_choice import (
     NO_WHOLE_MODEL,
     OTHER,
+    TOO_MANY,
     compute_margin,
     compute_price,
     compute_tok_s_per_gpu,
@@ -37,6 +38,7 @@ from dcpbench.recommend.layout_choice import (
     is_ahead,
 )
 from dcpbench.reports.recommendation import format_taken
+from dcpbench.serving.gain_split import format_share
 from dcpbench.serving.load_words import format_lock_step_warning, format_varied_option, is_lock_step
 from dcpbench.show import numbers
 from dcpbench.show.model_fit import NO_FIT, format_no_fit, format_range
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
     from dcpbench.recommend.answer_table import Row
     from dcpbench.recommend.estimate import Steps
     from dcpbench.recommend.forecast import Forecast
-    from dcpbench.recommend.layout_choice import Choice
+    from dcpbench.recommend.layout_choice import Choice, Refusal
 
     Starts = Mapping[str, Sequence["Start"]]  # by recommended layout, one for each engine
     Flags = Mapping[str, Mapping[str, str]]  # command of each layout by engine; none if the engine cannot run it
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
 STARTED_ENGINES = (SGLANG, VLLM)  # engines for which a command that starts the layout is printed
 DASHED = "--"  # line style of estimates
 MAX_NAMED = 4  # maximum number of layouts in a clause of the sentence
+CONCURRENCY = "concurrency (requests in flight)"  # label of the x axis for loads without a request rate
 CUT_AHEAD, EP_AHEAD, EP_LEVEL = "behind", "ahead", "level"
 
 
@@ -81,7 +84,7 @@ def format_answer(query: Query, choices: Sequence[Choice]) -> str:
     """Return which layout to use from which load on, for which machine, and how certain that is."""
     able = [choice for choice in choices if choice.best]
     if not able:
-        who, refusal = next(iter(choices[0].refused.items()))
+        who, refusal = _find_nearest_refusal(choices[0])
         instead = choices[0].instead if refusal.kind != OTHER else []
         give = f"; give {format_list(instead, 'or')}" if instead else ""
         whole = all(one.kind == NO_WHOLE_MODEL for choice in choices for one in choice.refused.values())
@@ -94,6 +97,20 @@ def format_answer(query: Query, choices: Sequence[Choice]) -> str:
         begin = first.requests if first.lengths == last.lengths else first.name
         runs.append(f"at {last.name if first is last else f'{begin} to {last.name}'}, {text}")
     return f"{format_capitalized(_format_gpus(query))}{_format_layers_held(able)}{_format_drafts(query)}: {'; '.join(runs)} ({_format_basis(able)}).{_format_unjudged(choices)}{_format_lock_step(query, able)}"
+
+
+def _find_nearest_refusal(choice: Choice) -> tuple[str, Refusal]:
+    """Return the refused layout that lacks least, of those that are refused for the same reason as the first."""
+
+    def measure_lack(who: str) -> int:
+        if choice.refused[who].kind == TOO_MANY:
+            return -choice.refused_points[who].dp
+        capacity = choice.capacities.get(who)
+        return 0 if capacity is None else capacity.missing_bytes
+
+    first = next(iter(choice.refused.values()))
+    who = min((who for who, one in choice.refused.items() if one.kind == first.kind), key=measure_lack)
+    return who, choice.refused[who]
 
 
 def _format_drafts(query: Query) -> str:
@@ -149,7 +166,9 @@ def _format_gpus(query: Query) -> str:
 def _format_choice(choice: Choice) -> str:
     """Return `take tp8·dcp8 (a2a)`, with what decides it, or the two layouts between which a measurement decides."""
     if not choice.meets:
-        return f"no layout meets the SLO, nearest is {format_list([f.label for f in choice.level[:MAX_NAMED]], 'or')}"
+        return (
+            f"no layout meets the SLO; most output has {format_list([f.label for f in choice.level[:MAX_NAMED]], 'or')}"
+        )
     assert choice.best is not None
     if not choice.decided:
         first, second = choice.tied[:2]
@@ -175,17 +194,17 @@ def format_details(query: Query, choice: Choice) -> list[str]:
         lead = compute_tok_s_per_gpu(best) / compute_tok_s_per_gpu(behind) - 1
         needed = compute_margin(best, behind)
         known = f"± {format_percent(needed)}" if math.isfinite(needed) else "in one launch"
-        sign = "−" if lead < 0 else "+"
         level = "" if is_ahead(best, behind) or is_ahead(behind, best) else ": they are level"
         holds = capacity.removeprefix(", ") if (capacity := _format_capacity(choice, behind)) else ""
         sentences.append(
-            f"Its output per GPU differs from that of the next layout, {behind.label}, by {sign}{format_percent(abs(lead))} {known}{level}."
+            f"Its output per GPU differs from that of the next layout, {behind.label}, by {format_share(lead)} {known}{level}."
             + (f" {behind.label} has {holds}." if holds else "")
         )
     if choice.gain is not None:
         sentences.append(choice.gain.format())
     if command := _format_deciding_command(query, choice):
-        sentences.append(f"To decide, run on {best.point.gpus} × {query.machine.gpu}: {command}")
+        gpus = max(f.point.gpus for f in choice.tied[:2])
+        sentences.append(f"To decide, run on {gpus} × {query.machine.gpu}: {command}")
     return sentences
 
 
@@ -688,7 +707,7 @@ def render_markdown(
 
 
 def draw_picture(query: Query, choices: Sequence[Choice], path: Path) -> None:
-    """Draw output tok/s per GPU over concurrency: a line with its band per layout, a panel per request length.
+    """Draw output tok/s per GPU over concurrency or request rate: a line with its band per layout, a panel per request length.
 
     Layouts are named as in the table. Points that were not measured have hollow markers, and estimates are joined by
     dashes.
@@ -699,6 +718,7 @@ def draw_picture(query: Query, choices: Sequence[Choice], path: Path) -> None:
         apply_style,
         choose_columns,
         draw_legend_below,
+        format_axis_label,
         make_hollow_entry,
         save_figure,
         set_axis_labels,
@@ -706,10 +726,10 @@ def draw_picture(query: Query, choices: Sequence[Choice], path: Path) -> None:
         set_measured_ticks,
     )
 
-    groups: dict[str, list[Choice]] = {}
+    groups: dict[tuple[str, str], list[Choice]] = {}
     for choice in choices:
         if choice.forecasts:
-            groups.setdefault(choice.lengths, []).append(choice)
+            groups.setdefault((choice.lengths, _get_load_axis(choice)[0]), []).append(choice)
     columns = choose_columns(len(groups))
     drawn = [f for group in groups.values() for c in group for f in c.forecasts]
     looks = _choose_styles(drawn)
@@ -719,23 +739,33 @@ def draw_picture(query: Query, choices: Sequence[Choice], path: Path) -> None:
         handles: dict[str, Any] = {}
         for ax in panels[len(groups) :]:
             ax.set_visible(False)
-        for ax, (name, group) in zip(panels, groups.items(), strict=False):
+        for ax, ((lengths, _), group) in zip(panels, groups.items(), strict=False):
             for who in dict.fromkeys(f.label for choice in group for f in choice.forecasts):
-                seen = [(c.concurrency, f) for c in group for f in c.forecasts if f.label == who]
+                seen = [(_get_load_axis(c)[1], f) for c in group for f in c.forecasts if f.label == who]
                 handles[who] = _draw_line(ax, sorted(seen, key=lambda pair: pair[0]), looks[who])
-            set_measured_ticks(ax, [c.concurrency for c in group])
-            ax.set_title(name)
+            set_measured_ticks(ax, [_get_load_axis(c)[1] for c in group])
+            ax.set_title(lengths)
             ax.set_ylim(bottom=0)
         set_headline(
             figure, f"{query.model} on {_format_gpus(query)}: {_format_basis([c for g in groups.values() for c in g])}"
         )
-        set_axis_labels(figure, "concurrency (requests in flight)", "output per GPU (tok/s/GPU)")
+        set_axis_labels(figure, CONCURRENCY, "output per GPU (tok/s/GPU)")
+        for ax, (_, label) in zip(panels, groups, strict=False):
+            ax.set_xlabel(format_axis_label(label, ax.get_xscale()))
         sources = [name for name in SOURCES if any(f.source == name for f in drawn)]
         ran = [name for name in sources if name not in (MEASURED, ESTIMATED)]
         signs = [make_hollow_entry(format_list(ran, "or"))] if ran else []
         signs += [make_hollow_entry(ESTIMATED, DASHED)] if ESTIMATED in sources else []
         draw_legend_below(figure, [*handles.values(), *signs])
         save_figure(figure, path.with_suffix(""), "png")
+
+
+def _get_load_axis(choice: Choice) -> tuple[str, float]:
+    """Return the label of the x axis for a load, and the load's place on it."""
+    load = choice.forecasts[0].point.load
+    if load is not None and load.request_rate is not None:
+        return "request rate (requests/s)", load.request_rate
+    return CONCURRENCY, choice.concurrency
 
 
 def _choose_styles(forecasts: Sequence[Forecast]) -> dict[str, dict[str, str]]:
@@ -754,8 +784,8 @@ def _choose_styles(forecasts: Sequence[Forecast]) -> dict[str, dict[str, str]]:
     return found
 
 
-def _draw_line(ax: Axes, seen: Sequence[tuple[int, Forecast]], look: Mapping[str, str]) -> Line2D:
-    """Draw a layout over concurrency with its band, and return its legend entry."""
+def _draw_line(ax: Axes, seen: Sequence[tuple[float, Forecast]], look: Mapping[str, str]) -> Line2D:
+    """Draw a layout over its loads with its band, and return its legend entry."""
     from matplotlib.lines import Line2D
 
     colour = look["color"]

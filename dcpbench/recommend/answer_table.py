@@ -63,13 +63,8 @@ class Row:
 
     @property
     def experts(self) -> str:
-        """Placement of the experts."""
-        return name_experts(self.point)
-
-
-def name_experts(point: Point) -> str:
-    """Return the placement of a point's experts in words."""
-    return {None: UNKNOWN, 1: TENSOR_PARALLEL}.get(point.ep_degree, EXPERT_PARALLEL)
+        """Placement of the experts in words."""
+        return {None: UNKNOWN, 1: TENSOR_PARALLEL}.get(self.point.ep_degree, EXPERT_PARALLEL)
 
 
 def list_rows(choice: Choice) -> list[Row]:

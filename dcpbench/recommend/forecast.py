@@ -426,10 +426,6 @@ class Estimator:
             queries=queries,
         )
 
-    def make_rank_rows(self, rows: StepRows) -> StepRows:
-        """Return the padded step of a rank: of one micro-batch, with the rank's part of the prompts."""
-        return self._pad_rows(self._make_micro_batch(rows))
-
     def _make_micro_batch(self, rows: StepRows) -> StepRows:
         parts = self.count_micro_batches(rows)
         if parts == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import signal
@@ -36,12 +35,8 @@ def estimate_points(
     for n, point in enumerate(points):
         what = _describe(points, n)
         watch(what)
-        results.append(estimate(point, functools.partial(_watch_step, watch, what)))
+        results.append(estimate(point, lambda step, what=what: watch(f"{what}, {step}")))  # type: ignore[misc]
     return results
-
-
-def _watch_step(watch: Callable[[str], None], what: str, step: str) -> None:
-    watch(f"{what}, {step}")
 
 
 def _estimate_in_processes(

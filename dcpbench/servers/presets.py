@@ -187,7 +187,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         }
         present = {
             **{name: getattr(point, name) > 1 for name in (*DEGREES, *OUTER_DEGREES)},
-            "ep": point.ep not in (MOE_TP, UNKNOWN),
+            "ep": point.ep not in (MOE_TP, UNKNOWN) and point.ep_degree != 1,
             "exchange": bool(exchange) and point.dcp > 1,
             "q_replicate": point.q_replicate and point.dcp > 1,
             "interleave": point.interleave > 1 and point.dcp > 1,

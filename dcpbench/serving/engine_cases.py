@@ -151,7 +151,8 @@ def _iter_chunk_cases(extent: EngineExtent) -> Iterator[Case]:
     """Yield one prompt of each size, several prompts that share a step, and chunks behind a prefix."""
     budget = extent.engine.token_budget
     prefixed = _list_prefixed_sizes(extent)
-    sizes = sorted({*map(_align, _list_sizes(budget)), *prefixed})
+    most = Extent(requests=1, context=budget, pages=1, virtual_page=budget, chunk=budget)
+    sizes = sorted({*map(_align, select_chunk_sizes(most)), *prefixed})
     for size in sizes:
         yield Case(chunks=(Chunks(1, size, 0),))
     for size in sorted({size for size in sizes if size >= SEVERAL_FROM} & {SEVERAL_FROM, _align(budget)}):
@@ -169,11 +170,6 @@ def _list_prefixed_sizes(extent: EngineExtent) -> list[int]:
     least = min(PREFIX_SIZES[0], budget // 2 or 1)
     longest = _align(min(max(extent.context - budget, least), budget))
     return sorted({*(size for size in PREFIX_SIZES if size < longest), longest})
-
-
-def _list_sizes(budget: int) -> list[int]:
-    """Return the sizes of chunks, up to the budget of a step."""
-    return select_chunk_sizes(Extent(requests=1, context=budget, pages=1, virtual_page=budget, chunk=budget))
 
 
 def _iter_mixed_cases(extent: EngineExtent) -> Iterator[Case]:

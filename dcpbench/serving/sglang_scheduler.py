@@ -6,7 +6,8 @@
    waiting requests are admitted first come, first served. The last one is cut to what is left, in whole pages.
 3. A request is admitted if its missing prompt tokens, all tokens that it may generate (at most 4,096) and a page fit into
    the free and evictable KV, less a reservation for running requests: `new_token_ratio` times the tokens that each of
-   them may still generate. Once a request does not fit, none is tried until a decode step has seen a request leave.
+   them may still generate. Once a request does not fit, none is tried until a decode step or, if it has been read, the
+   prefill batch before has seen a request leave.
 4. `new_token_ratio` begins at 0.7 and falls to 0.098 over 600 decode steps without retraction.
 5. If a decode step finds too few pages, requests are retracted: those with the fewest generated tokens first, of these the
    one with the longest prompt. They go to the end of the queue and compute all their tokens again. The ratio is then set
@@ -69,6 +70,8 @@ class SglangScheduler(EngineScheduler):
         for chunk in step.replicas[0].chunks:
             if chunk.samples:
                 self.cache_computed(chunk.sequence)
+        if step.has_chunks and step.finished and not self.unread:
+            self.full = False
         super().handle_read(step)
 
     @property
@@ -111,7 +114,7 @@ class SglangScheduler(EngineScheduler):
 
     def _add_decodes(self, step: Step) -> None:
         """Add a decode batch of all running requests, retracting some if the KV cache has too few pages."""
-        if len(self.replica.running) < self.decoded:
+        if len(self.replica.running) < self.decoded or not self.replica.running:
             self.full = False
         if self._count_decode_pages() > self.replica.available_pages:
             self._retract(step)

@@ -8,7 +8,7 @@ import textwrap
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.show.numbers import format_integer
+from dcpbench.show.numbers import format_integer, format_short_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -194,12 +194,13 @@ def set_measured_ticks(ax: Axes, values: Iterable[float]) -> None:
     if ticks and ticks[0] == ticks[-1]:
         ax.set_xlim(ticks[0] * 0.5, ticks[0] * 1.5)
     place = math.log if is_log else float
+    texts = {t: format_integer(t) if float(t).is_integer() else format_short_number(t) for t in ticks}
     kept = ticks[-1:]
     for tick in reversed(ticks[:-1]):
-        letters = (len(format_integer(tick)) + len(format_integer(kept[0]))) / 2 + 0.25
+        letters = (len(texts[tick]) + len(texts[kept[0]])) / 2 + 0.25
         if (place(kept[0]) - place(tick)) * AXIS_LETTERS >= letters * (place(ticks[-1]) - place(ticks[0])):
             kept.insert(0, tick)
-    ax.set_xticks(kept, [format_integer(t) for t in kept])
+    ax.set_xticks(kept, [texts[t] for t in kept])
     ax.minorticks_off()
 
 

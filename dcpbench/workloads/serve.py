@@ -97,7 +97,8 @@ class Serving:
         What is compiled or loaded on first use must not be part of somebody's latency.
         """
         first = [
-            _make_short_request(request) for request in requests[: min(point.concurrency, WARM_UP_REQUESTS * point.dp)]
+            ServeRequest(number=one.number, prompt=one.prompt, output_tokens=min(one.output_tokens, WARM_UP_OUTPUT))
+            for one in requests[: min(point.concurrency, WARM_UP_REQUESTS * point.dp)]
         ]
         self.make_loop(point, first, concurrency=len(first)).run(alive)
         config = make_scheduler_config(point, self.session)
@@ -308,13 +309,6 @@ def _make_repeated_requests(config: SchedulerConfig, vocab: int) -> list[ServeRe
 def _compute_max_prompt(config: SchedulerConfig) -> int:
     """Return the maximum number of tokens of a prompt that is answered with one token."""
     return max(min(config.max_context, (config.pages - 1) * config.virtual_page) - 1, 1)
-
-
-def _make_short_request(request: ServeRequest) -> ServeRequest:
-    """Return a single-turn request with the same prompt and a short answer."""
-    return ServeRequest(
-        number=request.number, prompt=request.prompt, output_tokens=min(request.output_tokens, WARM_UP_OUTPUT)
-    )
 
 
 def _make_requests(lengths: Sequence[int], output: int, vocab: int) -> list[ServeRequest]:

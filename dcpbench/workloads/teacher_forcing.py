@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from dcpbench.workloads.rounding import Roundings
     from dcpbench.workloads.trace import Trace
 
+    Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key and value, [1, heads, P, width] each
+
 QUERY, LATENT, ROPE_KEY, ATTENTION = "query", "KV latent", "rope key", "attention"
 KEY, VALUE = "key", "value"
 O_PROJ, MLP, EXPERT, LOGITS = "o_proj", "MLP", "expert", "logits"
@@ -183,9 +185,9 @@ class TeacherForcing:
             query = attention.q_proj if attention.q_b_proj is None else attention.q_b_proj
             _attach_after(query, functools.partial(self._compare_result, QUERY, engine_model.QUERY, index))
             _attach_after(attention.kv_a_layernorm, functools.partial(self._compare_latent, index))
-            attention.attend = functools.partial(self._run_latent_attention, index)
+            attention.attend = functools.partial(self._run_attention, self._store_latent_inputs, index)
         else:
-            attention.attend = functools.partial(self._run_grouped_attention, index)
+            attention.attend = functools.partial(self._run_attention, self._store_grouped_inputs, index)
         _attach_after(attention.o_proj, functools.partial(self._compare_result, O_PROJ, engine_model.ATTENTION, index))
 
     def _compare_latent(self, layer: int, found: torch.Tensor) -> torch.Tensor:
@@ -201,34 +203,16 @@ class TeacherForcing:
         self._record_difference(ROPE_KEY, layer, engine_PR, self.roundings.round_activation(found_PR))
         return self.roundings.round_kv_row(engine_PR)
 
-    def _run_latent_attention(
-        self,
-        layer: int,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *arguments: Any,  # noqa: ANN401
-        **options: Any,  # noqa: ANN401
-    ) -> tuple[torch.Tensor, None]:
-        """Attend as transformers does, with rope rounded and KV rows as they are stored; [1, heads, P, width] each."""
+    def _store_latent_inputs(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Inputs:
+        """Return transformers' query, key and value, with rope rounded and KV rows as they are stored."""
         nope = self.config.qk_nope_head_dim
         query = torch.cat((query[..., :nope], self.roundings.round_activation(query[..., nope:])), dim=-1)
         rope_key = self._compare_rope_key(layer, key[0, 0, :, nope:])
         key = torch.cat((key[..., :nope], rope_key.expand(*key.shape[:-1], -1)), dim=-1)
-        return self._run_attention(layer, module, query, key, value, *arguments, **options)
+        return query, key, value
 
-    def _run_grouped_attention(
-        self,
-        layer: int,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *arguments: Any,  # noqa: ANN401
-        **options: Any,  # noqa: ANN401
-    ) -> tuple[torch.Tensor, None]:
-        """Attend with the engine's queries, keys and values, [1, heads, P, width] each, as they are stored."""
+    def _store_grouped_inputs(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Inputs:
+        """Return the engine's query, key and value, as they are stored."""
         engine_rows = self._get_result(engine_model.KV_ROW, layer).unflatten(-1, (2, key.shape[1], -1))
         found = {QUERY: query, KEY: key, VALUE: value}
         for name, part_PHX in (
@@ -240,10 +224,11 @@ class TeacherForcing:
             self._record_difference(name, layer, part_PHX.flatten(1), model_PHX.flatten(1))
             stored = part_PHX if name == QUERY else self.roundings.round_kv_row(part_PHX)
             found[name] = stored.transpose(0, 1).unsqueeze(0)
-        return self._run_attention(layer, module, *found.values(), *arguments, **options)
+        return found[QUERY], found[KEY], found[VALUE]
 
     def _run_attention(
         self,
+        store_inputs: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], Inputs],
         layer: int,
         module: torch.nn.Module,
         query: torch.Tensor,
@@ -255,6 +240,7 @@ class TeacherForcing:
     ) -> tuple[torch.Tensor, None]:
         """Compare the engine's attention outputs with those of transformers' function, and return the engine's."""
         eager = sys.modules[type(module).__module__].eager_attention_forward
+        query, key, value = store_inputs(layer, query, key, value)
         found, _ = eager(module, query, key, value, *arguments, scaling=scaling, **options)
         flatter, _ = eager(module, query, key, value, *arguments, scaling=scaling * (1 - SCORE_STEP), **options)
         engine = self._get_result(engine_model.VALUES, layer).reshape(found.shape)

@@ -311,7 +311,7 @@ def test_invalid_machine_file_raises_an_error_with_file_and_field(content: str, 
     assert str(path) in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["H2000", "", "H200+sneakernet", "nowhere.toml"])
+@pytest.mark.parametrize("name", ["H2000", "", "H200+", "H200+sneakernet", "nowhere.toml"])
 def test_unknown_machine_raises_an_error_with_the_known_ones(name: str) -> None:
     with pytest.raises(UsageError, match=r"rdma-400|dcpbench bench calibrate writes such a file"):
         cluster_specs.load_machine(name)

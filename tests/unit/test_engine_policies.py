@@ -225,6 +225,17 @@ class TestSglang:
         loop.submit((list(range(100, 120)), 1))
         assert loop.run() == ([], [(1, 12, 20), (2, 12, 16)])
 
+    def test_requests_of_one_token_do_not_block_those_behind(self) -> None:
+        """No decode step sees the first request leave; an engine that decides after reading admits the second one at once."""
+        loop = Loop(SGLANG, (4, 1), (4, 1), max_requests=1)
+        assert [step for step in loop.run_all() if step and step[1]] == [([], [(0, 0, 4)]), ([], [(1, 0, 4)])]
+        loop.submit((4, 1), (4, 1))
+        for number in (2, 3):
+            step = loop.scheduler.plan_step()
+            assert step is not None
+            assert [chunk.sequence.request.number for chunk in step.replicas[0].chunks] == [number]
+            loop.scheduler.handle_read(step)
+
 
 @pytest.mark.parametrize("policy", [VLLM, SGLANG])
 class TestBoth:

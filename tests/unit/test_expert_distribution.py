@@ -198,9 +198,12 @@ class TestFiles:
             ('{"counts": [[1]]}', "no counts of experts by layer"),
             ("[1, 2]", "no counts of experts by layer"),
             ("[[1, -2]]", "no counts of experts by layer"),
-            ("[[1, 2]]", "has 1 layers of 2 experts, and deepseek-v3 has 61 layers, 58 of them with 256 experts"),
+            (
+                "[[1, 2]]",
+                "has 1 × 2 counts, layers × experts, and deepseek-v3 has 61 layers, 58 of them with 256 experts",
+            ),
             (json.dumps([[0] * 256] * 58), "a layer has no counts"),
-            (json.dumps([[100] + [1] * 255] * 58), "an expert with more than a 8th of them"),
+            (json.dumps([[100] + [1] * 255] * 58), "an expert with more than 1/8 of them"),
         ],
         ids=["json", "key", "flat", "negative", "sizes", "empty", "impossible"],
     )

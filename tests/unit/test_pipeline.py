@@ -43,6 +43,11 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
     return int(end.value.code or 0), *capsys.readouterr()
 
 
+def make_rank_rows(estimator, rows):
+    """Return the padded step of a rank: of one micro-batch, with the rank's part of the prompts."""
+    return estimator._pad_rows(estimator._make_micro_batch(rows))
+
+
 def simulate_round(stages: Sequence[float], hop: float, micro_batches: int) -> float:
     """Duration of a round: micro-batches circulate, and a stage takes them one at a time, in order, until each round takes as long."""
     free, ready = [0.0] * len(stages), [0.0] * micro_batches
@@ -247,7 +252,7 @@ class TestRounds:
         machine, fitted = load_machine("H200"), estimate.load_published_steps().terms
         whole, cut = (Estimator(make_point(tp=4, pp=pp), machine, fitted, micro_batches=1) for pp in (1, 2))
         rows = cut.make_decode_rows(8, 4000)
-        padded = cut.make_rank_rows(rows)
+        padded = make_rank_rows(cut, rows)
         (hop,) = cut.estimate_hops_us(padded)
         assert hop > 0
         assert cut.estimate_ms(rows) * 1e3 - hop == pytest.approx(whole.estimate_ms(rows) * 1e3, rel=0.005)
@@ -255,7 +260,7 @@ class TestRounds:
     def test_micro_batch_has_its_part_of_the_requests(self):
         machine, fitted = load_machine("H200"), estimate.load_published_steps().terms
         estimator = Estimator(make_point(tp=4, pp=2), machine, fitted, micro_batches=4)
-        rows = estimator.make_rank_rows(StepRows(decodes=(4000,) * 32, chunks=((400, 0),), sampled=33, tokens=432))
+        rows = make_rank_rows(estimator, StepRows(decodes=(4000,) * 32, chunks=((400, 0),), sampled=33, tokens=432))
         assert (len(rows.decodes), rows.chunks, rows.tokens) == (8, ((100, 150),), 108)
 
     def test_one_request_is_one_micro_batch(self):
@@ -264,7 +269,7 @@ class TestRounds:
         one, four = (Estimator(make_point(tp=4, pp=2), machine, fitted, micro_batches=n) for n in (1, 4))
         rows = one.make_decode_rows(1, 4000)
         assert four.estimate_ms(rows) == one.estimate_ms(rows)
-        assert four.make_rank_rows(dataclasses.replace(rows, chunks=((400, 0),), tokens=401)).chunks == ((100, 150),)
+        assert make_rank_rows(four, dataclasses.replace(rows, chunks=((400, 0),), tokens=401)).chunks == ((100, 150),)
 
     def test_hop_to_another_host_uses_its_link(self):
         """10⁸ bytes at LINK_SHARE of the nominal rate, plus the latency of a message."""
@@ -281,7 +286,7 @@ class TestRounds:
     def test_pcp_rank_computes_its_part_of_prompts_and_all_decodes(self):
         machine, fitted = load_machine("H200"), estimate.load_published_steps().terms
         estimator = Estimator(make_point(tp=4, pcp=2), machine, fitted)
-        rows = estimator.make_rank_rows(StepRows(decodes=(4000,) * 8, chunks=((4000, 1000),), sampled=9, tokens=4008))
+        rows = make_rank_rows(estimator, StepRows(decodes=(4000,) * 8, chunks=((4000, 1000),), sampled=9, tokens=4008))
         assert (len(rows.decodes), rows.chunks, rows.tokens) == (8, ((2000, 2000),), 4008)
         received = sum(
             times * work.received_bytes
@@ -314,7 +319,7 @@ class TestCommands:
         assert "--gpus counts tp · pp · pcp" in err
         code, _, err = run(capsys, *words, "--stages", "pcp=0")
         assert code == 2
-        assert "--stages pcp=0 is not a positive number" in err
+        assert "--stages pcp=0 is not positive" in err
 
     def test_dry_run_plans_stages_and_run_refuses_them(self, capsys):
         words = ["sweep", "--model", "tiny", "--tp", "2", "--dcp", "1", "--stages", "2", "--device", "cpu"]

@@ -524,6 +524,15 @@ def test_presets_use_only_documented_flags(name: str, nnodes: int) -> None:
     assert "--dcp-comm-backend" in used
 
 
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_single_gpu_has_no_flag_of_expert_parallelism(name: str) -> None:
+    """vLLM refuses it for models without experts, and one rank holds all experts either way."""
+    one = point(tp=1, ep="tp", weights="unknown")
+    assert PRESETS[name].make_command(one, {}, "m", 7) == PRESETS[name].make_command(
+        msgspec.structs.replace(one, ep="1"), {}, "m", 7
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "lacking"),
     [
@@ -754,6 +763,10 @@ def test_served_records_count_only_with_the_same_kv_memory() -> None:
     assert "with 8 GiB of KV on each GPU, not all that was left (--kv-memory)" in notes[0]
     same, _ = advise._select_records(dataclasses.replace(query, kv_memory="8GiB"), advise.Evidence(runs=[run]))
     assert len(same) == len([r for r in run.records if r.outcome == "ok"]) > 0
+    _, notes = advise._select_records(
+        dataclasses.replace(query, kv_memory="8GiB", kv_dtype="fp8"), advise.Evidence(runs=[run])
+    )
+    assert notes[0] == f"Left out: {len(same)} records with --kv-dtype bf16, not fp8."
 
 
 def test_served_load_is_replayed_with_estimated_steps(capsys: pytest.CaptureFixture[str]) -> None:
@@ -796,14 +809,18 @@ def test_gain_is_not_split_without_a_served_baseline(capsys: pytest.CaptureFixtu
     [
         ("", "--machine H200"),
         ("--machine nope", "is no machine that is known"),
-        ("--machine H200 --context 4000 --concurrency 0", "--concurrency 0 is not a positive number"),
-        ("--machine H200 --request-rate x", "--request-rate x is not a rate"),
+        ("--machine H200 --context 4000 --concurrency 0", "--concurrency 0 is not positive; try --concurrency 8,32."),
+        ("--machine H200 --request-rate x", "--request-rate x: not a number"),
+        ("--machine H200 --request-rate 1,0", "--request-rate 0 is not a positive number of requests per second"),
+        ("--machine H200 --stages pp=2,micro-batches=0", "--stages micro-batches=0 is not positive"),
         ("--machine H200 --request-rate 1 --concurrency 2", "contradict each other"),
         ("--machine H200 --exchange foo", "--exchange foo is none of"),
         ("--machine H200 --price -1", "--price -1 is not a valid price"),
         ("--machine H200 --price 1e308", "--price 1e+308 is not a valid price"),
         ("--machine H200 --prefill chunk=0", "--prefill chunk=0 is not positive; try --prefill chunk=8192."),
         ("--machine H200 --request-rate 1 --num-requests -7", "--num-requests -7 is not positive"),
+        ("--machine H200 --request-rate 1 --num-requests 10000001", "--num-requests 10000001 is more than 10,000,000"),
+        ("--machine H200 --concurrency 8,2500001", "--concurrency 2500001 is more than 2,500,000"),
         (
             "--machine H200 --num-requests 9",
             "--num-requests applies only with --request-rate; add --request-rate, or leave it out.",
@@ -825,6 +842,8 @@ def test_gain_is_not_split_without_a_served_baseline(capsys: pytest.CaptureFixtu
             "163,841 tokens together, pass deepseek-v3's 163,840 positions",
         ),
         ("--machine H200 --weights-dtype int3", "--weights-dtype int3 is none of bf16, fp8, int4, nvfp4, mxfp4"),
+        ("--machine H200 --model qwen3-8b --routing zipf:1", "qwen3-8b has no experts; leave --routing out."),
+        ("--machine H200 --routing pyproject.toml", "no counts of experts by layer"),
         ("--machine H200 --force", "--force overwrites files in the folder of -o; add -o, or leave --force out."),
         (
             "--machine H200 --score x --concurrency 8 --price 2 run",
@@ -911,6 +930,10 @@ def test_refusal_names_the_layout_once_if_nothing_fits() -> None:
     assert answer_formats.format_answer(make_query("H200"), [small]).endswith(
         "can be recommended: tp8: its weights are large; give --x."
     )
+    lacks = {"tp8": 9, "tp8·dcp4": 4, "tp8·dcp2": 7}
+    capacities = {who: Capacity(weight_bytes=1, missing_bytes=gib << 30) for who, gib in lacks.items()}
+    several = dataclasses.replace(small, refused=dict.fromkeys(lacks, large), capacities=capacities)
+    assert "can be recommended: tp8·dcp4: its weights" in answer_formats.format_answer(make_query("H200"), [several])
     unknown = advise.Refusal(advise.OTHER, "nothing is known of it; measure it.")
     other = dataclasses.replace(small, refused={"tp8": unknown})
     assert answer_formats.format_answer(make_query("H200"), [other]).endswith(
@@ -1030,6 +1053,32 @@ def test_picture_marks_estimates_and_names_layouts_like_the_table(
         tuple(y * 4 for y in line.get_ydata()): line.get_linestyle() for line in lines if line.get_marker() == "None"
     }  # type: ignore[union-attr,operator]
     assert joins == {(800, 900): "-", (900, 950): "-", (800, 850): "--", (500, 600): "--"}
+
+
+def test_picture_of_open_loops_is_over_the_request_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both rates may have as many requests in flight; a rate of inf is a closed loop, with a panel of its own."""
+    figures: list[Figure] = []
+    monkeypatch.setattr("dcpbench.show.figure_style.save_figure", lambda figure, *_: figures.append(figure))
+    loads = [load(arrival="gamma", request_rate=rate) for rate in (0.5, 1.5)] + [load()]
+    choices = [dataclasses.replace(choice(), forecasts=[forecast(800, workload="serve", load=of)]) for of in loads]
+    answer_formats.draw_picture(make_query("H200"), choices, tmp_path / "x.png")
+    rates, clients = figures[0].axes
+    assert [label.get_text() for label in rates.get_xticklabels()] == ["0.5", "1.5"]
+    assert [ax.get_xlabel() for ax in (rates, clients)] == [
+        "request rate (requests/s)",
+        "concurrency (requests in flight)",
+    ]
+
+
+def test_request_rate_is_compared_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--machine H200 --gpus 1 --model qwen3-8b --num-requests 2 --input-tokens 9 --output-tokens 2 --json"
+    found = json.loads(run(capsys, *words.split(), "--request-rate", "2,2.0")[1])
+    assert [load["load"] for load in found["loads"]] == ["2 req/s × 9 → 2 tokens"]
+
+
+def test_lead_without_a_difference_has_no_sign() -> None:
+    details = answer_formats.format_details(make_query("H200"), choice(200, 400.00001))
+    assert "the next layout, tp4, by 0 % ± " in details[1]
 
 
 def test_answer_names_layouts_that_could_not_be_judged() -> None:
@@ -1301,8 +1350,8 @@ def test_loads_with_one_answer_are_a_range_with_one_unit() -> None:
             choice(200, 400, 600, 800),
             "tp2 or tp4 (2 more are level with both), between which only a measurement decides",
         ),
-        (choice(200, slo=False), "no layout meets the SLO, nearest is tp2"),
-        (choice(200, 400, 600, 800, 1000, slo=False), "no layout meets the SLO, nearest is tp2, tp4, tp6 or tp8"),
+        (choice(200, slo=False), "no layout meets the SLO; most output has tp2"),
+        (choice(200, 400, 600, 800, 1000, slo=False), "no layout meets the SLO; most output has tp2, tp4, tp6 or tp8"),
     ],
     ids=["one", "two", "three", "four", "missed", "five missed"],
 )
@@ -1377,7 +1426,7 @@ def test_kv_headroom_breaks_ties(held: tuple[int, ...], order: list[str], answer
     )
     assert found.decided == ("take" in answer)
     command = answer_formats.format_details(make_query("H200"), found)[-1]
-    assert command.startswith("To decide, run on 2 × H200: dcpbench ab --both ") != found.decided
+    assert command.startswith("To decide, run on 4 × H200: dcpbench ab --both ") != found.decided
 
 
 def test_kv_capacity_below_the_load_is_shown_in_the_table() -> None:
