@@ -195,11 +195,12 @@ def set_measured_ticks(ax: Axes, values: Iterable[float]) -> None:
         ax.set_xlim(ticks[0] * 0.5, ticks[0] * 1.5)
     place = math.log if is_log else float
     kept = ticks[-1:]
+    names = {tick: format_integer(tick) if float(tick).is_integer() else f"{tick:g}" for tick in ticks}
     for tick in reversed(ticks[:-1]):
-        letters = (len(format_integer(tick)) + len(format_integer(kept[0]))) / 2 + 0.25
+        letters = (len(names[tick]) + len(names[kept[0]])) / 2 + 0.25
         if (place(kept[0]) - place(tick)) * AXIS_LETTERS >= letters * (place(ticks[-1]) - place(ticks[0])):
             kept.insert(0, tick)
-    ax.set_xticks(kept, [format_integer(t) for t in kept])
+    ax.set_xticks(kept, [names[tick] for tick in kept])
     ax.minorticks_off()
 
 
