@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.dashboard import series
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.points.point import AXES
 from dcpbench.records import metrics
 from dcpbench.records.file import is_last_line_cut_short
 from dcpbench.records.folder import RECORDS_FILE
@@ -194,9 +195,9 @@ def _make_run_data(name: str, path: Path, digest: str, records: Sequence[Record]
 
 def _format_headline(entries: dict[Line, Entry]) -> str:
     """Return a description of the point with the highest output throughput per GPU."""
-    timed = {line: e.values[HEADLINE] for line, e in entries.items() if HEADLINE in e.values}
-    if not timed and any(e.outcome == "ok" for e in entries.values()):
-        return "output per GPU is not known"
+    timed = {line: e.values[HEADLINE] for line, e in entries.items() if HEADLINE in e.values and not e.wrong}
+    if not timed and (ran := [e for e in entries.values() if e.outcome == "ok"]):
+        return "all results are wrong" if all(e.wrong for e in ran) else "output per GPU is not known"
     if not timed:
         return "no point finished"
     if all(line.cpu for line in timed):
@@ -205,7 +206,8 @@ def _format_headline(entries: dict[Line, Entry]) -> str:
     described = series.describe_line(line)
     known = " × ".join(f"{described[name]:,}" for name in ("concurrency", "context") if described[name])
     load = described["load"] or known
-    parts = (f"{described['model']} {described['layout']}", str(load), entries[line].layers_held)
+    emulated = next(axis for axis in AXES if axis.name == "emulate").format_value(line.example.emulate)
+    parts = (f"{described['model']} {described['layout']}", str(load), emulated, entries[line].layers_held)
     return f"highest {timed[line].median:,.0f} tok/s/GPU: {', '.join(filter(None, parts))}"
 
 

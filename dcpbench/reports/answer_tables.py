@@ -60,18 +60,20 @@ def build_best_table(found: pd.DataFrame, mode: str) -> Table:
     """Return the best layout per load, point by point."""
     found = select_mode(found, mode)
     single = launch_bands.has_single_launches(found)
+    several = len(found) and len(set(found["gpus"])) > 1
     return make_table(
         f"Highest output throughput of each load{_format_mode(mode)}{launch_bands.format_launches(found)}",
         found,
         [
             *make_text_columns("model", "load"),
+            *([("GPUs", "gpus")] if several else []),
             ("fastest layout" if single else "best layout", _format_best_label),
             *make_text_columns("next"),
             ("output tok/s [95 %]", _format_rate),
             ("over the next", lambda r: format_ratio(r["lead"])),
             *make_columns(METRIC[name] for name in ("ttft_p50_ms", "itl_p50_ms")),
         ],
-        text_columns=4,
+        text_columns=5 if several else 4,
         optional=("TTFT p50 ms",),
         fold=len(found) > FOLD_ABOVE // 2,
     )
@@ -102,7 +104,9 @@ def _build_best_grid(found: pd.DataFrame, where: str) -> Table:
     found = found[found["load_arrival"] == CLOSED] if len(found) else found
     kind = f"Fastest layout {launch_bands.IN_ONE_LAUNCH}" if launch_bands.has_single_launches(found) else "Best layout"
     title = f"{kind}, tok/s, and its lead over the next{where}"
-    return _build_grid(title, found, ["rest"], ["load"], _format_best_cell)
+    several = len(found) and len(set(found["gpus"])) > 1
+    keys, names = (["rest", "gpus"], ["load", "GPUs"]) if several else (["rest"], ["load"])
+    return _build_grid(title, found, keys, names, _format_best_cell)
 
 
 def _build_maximum_grid(points: pd.DataFrame, where: str) -> Table:

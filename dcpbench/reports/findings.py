@@ -23,7 +23,7 @@ from dcpbench.records.metrics import KV_TABLE, REPLAYED
 from dcpbench.records.record import SERVER_FLAG
 from dcpbench.records.runs import compute_measurement_digest
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN, compute_median_distance, find_lasting_start
-from dcpbench.reports import launch_bands
+from dcpbench.reports import launch_bands, point_warnings
 from dcpbench.show.numbers import format_percent, is_missing
 from dcpbench.show.text import format_count
 
@@ -97,10 +97,10 @@ def compute_findings(frames: Frames) -> Findings:
 
 
 def select_timed(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the points for which speed may be reported: measured or replayed, and not on a CPU."""
+    """Return the points for which speed may be reported: measured or replayed, not on a CPU, and without wrong results."""
     if points.empty:
         return points
-    kept = points["output_tok_s"].notna() & ~points["cpu"].astype(bool)
+    kept = points["output_tok_s"].notna() & ~points["cpu"].astype(bool) & ~point_warnings.find_wrong(points)
     return points if kept.all() else points[kept]
 
 
@@ -110,17 +110,18 @@ def select_rivals(frames: Frames) -> pd.DataFrame:
 
 
 def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the fastest layout within the SLO of each load that several layouts on as many GPUs ran.
+    """Return the fastest layout within the SLO of each load and number of GPUs that several layouts ran.
 
     `clear` is False if its interval overlaps the next one's or it leads by no more than launches may differ; `level`
     lists it and all layouts that it does not clearly lead. `next` is missing if no other meets the SLO. If none does,
     `meets` is False, and `label` is the one that comes nearest to it.
     """
+    same = [*LOAD, "gpus"]
     if len(points):
-        points = points[points.groupby([*LOAD, "gpus"])["label"].transform("size") > 1]
+        points = points[points.groupby(same)["label"].transform("size") > 1]
     if points.empty:
         return pd.DataFrame()
-    points = points.assign(place=points.groupby(LOAD, sort=False).ngroup())
+    points = points.assign(place=points.groupby(same, sort=False).ngroup())
     fits = points[~(points["slo_excess"] > 1)].sort_values("output_tok_s", ascending=False, kind="stable")
     rank = fits.groupby("place").cumcount()
     found = fits[rank == 0].set_index("place")
@@ -146,7 +147,7 @@ def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:
 def find_best_per_request_length(points: pd.DataFrame) -> pd.DataFrame:
     """Return the highest throughput that meets the SLO, with DCP and without, over all loads with one request length.
 
-    The table has a row per run, model, mode and `rest`: the best point, and `other`, `other_tok_s` and `other_load` for
+    The table has a row per run, model, mode, `rest` and number of GPUs: the best point, and `other`, `other_tok_s` and `other_load` for
     the best of the other kind (without DCP if the best has it), missing if none meets the SLO.
     """
     if points.empty:
@@ -154,7 +155,7 @@ def find_best_per_request_length(points: pd.DataFrame) -> pd.DataFrame:
     fits = points[points["slo_excess"] <= 1].sort_values("output_tok_s", ascending=False, kind="stable")
     if fits.empty:
         return pd.DataFrame()
-    keys = [*SCOPE, "rest"]
+    keys = [*SCOPE, "rest", "gpus"]
     best = fits.drop_duplicates(keys)
     split = fits.assign(with_dcp=fits["dcp"] > 1).drop_duplicates([*keys, "with_dcp"])
     other = match_rows(best, split[split["with_dcp"] != (match_rows(split, best, keys)["dcp"] > 1)], keys)
@@ -165,7 +166,9 @@ def find_best_per_request_length(points: pd.DataFrame) -> pd.DataFrame:
         other_band=other[launch_bands.COLUMN],
         other_load=other["arrival"],
     )
-    return found.sort_values(["run", "model", "mode", "input_typical", "rest"], kind="stable", ignore_index=True)
+    return found.sort_values(
+        ["run", "model", "mode", "input_typical", "rest", "gpus"], kind="stable", ignore_index=True
+    )
 
 
 def find_best_per_layout(points: pd.DataFrame) -> pd.DataFrame:
