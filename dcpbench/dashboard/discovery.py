@@ -78,15 +78,15 @@ class FoundRuns:
     skipped: list[str]  # sentence for each record file that was left out, or of which the last line was
 
 
-def list_stamps(root: Path) -> list[Stamp]:
+def list_stamps(root: Path, on_error: Callable[[OSError], object] | None = None) -> list[Stamp]:
     """Return all record files below `root`, in order of their paths; links to folders are not followed.
 
-    Raise UsageError if `root` is no folder.
+    `on_error` is called for each folder that cannot be read. Raise UsageError if `root` is no folder.
     """
     if not root.is_dir():
         raise UsageError(f"{root} is no folder; name the one that holds your runs, such as runs.")
     found = []
-    for path in _walk_record_files(root):
+    for path in _walk_record_files(root, on_error):
         try:
             stat = path.stat()
         except OSError:
@@ -101,7 +101,7 @@ def load_runs(root: Path, known: dict[Stamp, RunData], on_progress: Callable[[st
     runs: list[RunData] = []
     skipped: list[str] = []
     by_digest: dict[str, str] = {}
-    now = list_stamps(root)
+    now = list_stamps(root, lambda e: skipped.append(f"{e.filename}: its runs are left out ({e.strerror})"))
     for number, stamp in enumerate(now, 1):
         name = _make_name(root, stamp.path)
         try:
@@ -134,8 +134,8 @@ def load_runs(root: Path, known: dict[Stamp, RunData], on_progress: Callable[[st
     return FoundRuns(sorted(runs, key=lambda run: (run.date or "", run.name)), skipped)
 
 
-def _walk_record_files(root: Path) -> Iterator[Path]:
-    for folder, below, files in os.walk(root):
+def _walk_record_files(root: Path, on_error: Callable[[OSError], object] | None) -> Iterator[Path]:
+    for folder, below, files in os.walk(root, onerror=on_error):
         below[:] = sorted(name for name in below if not name.startswith("."))
         if STATE_FILE in files and "index.html" in files:
             below.clear()

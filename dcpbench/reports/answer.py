@@ -556,9 +556,7 @@ def _format_winner(row: pd.Series[Any]) -> str:
     level = format_list(sorted(row["level"]))
     if row["clear"]:
         return str(row["label"])
-    return (
-        f"{level} ({launch_bands.NOT_DISTINGUISHABLE})" if is_missing(row[launch_bands.COLUMN]) else f"level: {level}"
-    )
+    return f"{level} ({row['how']})" if row["how"] == launch_bands.NOT_DISTINGUISHABLE else f"{row['how']}: {level}"
 
 
 def _format_loads(group: list[pd.Series[Any]]) -> str:

@@ -187,8 +187,7 @@ def _format_best_label(row: pd.Series[Any]) -> str:
         return f"{row['label']} (the only one that meets the SLO)"
     if row["clear"]:
         return str(row["label"])
-    how = launch_bands.NOT_DISTINGUISHABLE if is_missing(row[launch_bands.COLUMN]) else "level"
-    return f"{format_list(row['level'])} ({how})"
+    return f"{format_list(row['level'])} ({row['how']})"
 
 
 def _format_rate(row: pd.Series[Any]) -> str:

@@ -113,7 +113,8 @@ def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest layout within the SLO of each load and number of GPUs that several layouts ran.
 
     `clear` is False if its interval overlaps the next one's or it leads by no more than launches may differ; `level`
-    lists it and all layouts that it does not clearly lead. `next` is missing if no other meets the SLO. If none does,
+    lists it and all layouts that it does not clearly lead, and `how` is the text for them (launch_bands.format_level).
+    `next` is missing if no other meets the SLO. If none does,
     `meets` is False, and `label` is the one that comes nearest to it.
     """
     same = [*LOAD, "gpus"]
@@ -136,6 +137,9 @@ def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:
     level = behind[~clearly].groupby("place")["label"].agg(list).to_dict()
     together = {place: [*dict.fromkeys([label, *level.get(place, [])])] for place, label in found["label"].items()}
     found["level"] = pd.Series(together, dtype=object)
+    found["how"] = pd.Series(
+        {place: launch_bands.format_level(own, own["place"]) for place, own in behind[~clearly].groupby("place")}
+    )
     found["clear"] = found["level"].map(len) == 1
     found["meets"] = True
     missed = points[~points["place"].isin(found.index)].sort_values("slo_excess", kind="stable")

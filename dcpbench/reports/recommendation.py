@@ -322,11 +322,12 @@ def format_taken(names: Sequence[str], level: str = "level") -> str:
 
 def _format_taken_at(loads: pd.DataFrame, who: str) -> str:
     """Return a layout and all that are level with it; a layout has its variant if that is the same in all loads."""
-    named = []
-    for name in _list_level_layouts(loads, who):
+    named, names = [], _list_level_layouts(loads, who)
+    for name in names:
         variants = list_unique(loads[loads["who"] == name]["named"])
         named.append(variants[0] if len(variants) == 1 else name)
-    return format_taken(named, launch_bands.NOT_DISTINGUISHABLE if launch_bands.has_single_launches(loads) else "level")
+    own = loads[loads["who"].isin(names)]
+    return format_taken(named, launch_bands.format_level(own, own["place"]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -724,3 +725,19 @@ def test_headline_states_that_a_point_is_emulated(tmp_path: Path) -> None:
     record_builder.write(tmp_path / "run", [record_builder.ok(record_builder.point(Layout(4), emulate="H200"))])
     (run,) = discovery.load_runs(tmp_path, {}, lambda _: None).runs
     assert "emulated on H200" in run.headline
+
+
+def test_folders_that_cannot_be_read_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("closed", "open"):
+        record_builder.write(tmp_path / name, [record_builder.ok(record_builder.point(Layout(4)))])
+    scan = os.scandir
+
+    def refuse(folder: str) -> Any:
+        if str(folder).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    found = discovery.load_runs(tmp_path, {}, lambda _: None)
+    assert [run.name for run in found.runs] == ["open"]
+    assert found.skipped == [f"{tmp_path / 'closed'}: its runs are left out (Permission denied)"]
