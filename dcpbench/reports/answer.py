@@ -241,7 +241,7 @@ def describe_best(found: pd.DataFrame) -> str:
     short, on = make_short_shapes(found), format_gpus(found)
     shapes = [
         f"{short[str(rest)]}{on[gpus]}: {_format_winners(loads)}"
-        for (rest, gpus), loads in found.groupby(["rest", "gpus"], sort=False)
+        for (rest, gpus, *_), loads in found.groupby(["rest", *findings.BEST_OF], sort=False)
     ]
     closed = found["load_arrival"].eq(CLOSED).all()
     return f"{what}{', at each concurrency' if closed else ''}. {format_capitalized('; '.join(shapes))}."
@@ -303,7 +303,7 @@ def describe_dcp_gain(against: pd.DataFrame) -> str:
         return ""
     judged = bool(compared["slo_excess"].notna().any())
     paying = compared[compared["verdict"].isin(findings.PAYS)]
-    loads, paid = (len(table.drop_duplicates(["same_load", "gpus"])) for table in (compared, paying))
+    loads, paid = (len(table.drop_duplicates(["same_load", *findings.BEST_OF])) for table in (compared, paying))
     within = " within the SLO" if judged else ""
     single = launch_bands.has_single_launches(compared)
     many = f"DCP pays in {paid:,} of {format_count(loads, 'load')}, in output tok/s{within}"
@@ -377,7 +377,9 @@ def _format_paying_loads(rows: pd.DataFrame) -> str:
         top = within.sort_values("ratio", kind="stable").iloc[-1]
         nowhere = "nowhere" if top["ratio"] <= 1 else f"nowhere {launch_bands.format_clearly(rows)}"
         return f"{nowhere} (at most {top['ratio']:.2f}× {top['rival']}, {top['label']} at {_format_loads([top])})"
-    fastest = paying.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates(["same_load", "gpus"])
+    fastest = paying.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates(
+        ["same_load", *findings.BEST_OF]
+    )
     fastest = fastest.sort_values(["gpus", "concurrency"], kind="stable")
     clauses = []
     tried = sorted(set(rows["concurrency"]))

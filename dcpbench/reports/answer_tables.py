@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.points.names import CLOSED
 from dcpbench.records.metrics import METRIC
 from dcpbench.reports import answer, launch_bands
-from dcpbench.reports.findings import SCOPE, find_best_per_layout, format_plain_layout, format_slo_aside, list_keys
+from dcpbench.reports.findings import (
+    BEST_OF,
+    SCOPE,
+    find_best_per_layout,
+    format_plain_layout,
+    format_slo_aside,
+    list_keys,
+)
 from dcpbench.reports.load_labels import find_shared_shape, make_short_shapes
 from dcpbench.reports.plots import sample_evenly
 from dcpbench.reports.tables import (
@@ -104,9 +111,9 @@ def _build_best_grid(found: pd.DataFrame, where: str) -> Table:
     found = found[found["load_arrival"] == CLOSED] if len(found) else found
     kind = f"Fastest layout {launch_bands.IN_ONE_LAUNCH}" if launch_bands.has_single_launches(found) else "Best layout"
     title = f"{kind}, tok/s, and its lead over the next{where}"
-    several = len(found) and len(set(found["gpus"])) > 1
-    keys, names = (["rest", "gpus"], ["load", "GPUs"]) if several else (["rest"], ["load"])
-    return _build_grid(title, found, keys, names, _format_best_cell)
+    varying = [name for name in BEST_OF if len(found) and len(set(found[name])) > 1]
+    names = [{"gpus": "GPUs", "mtp": "drafts"}.get(name, name) for name in varying]
+    return _build_grid(title, found, ["rest", *varying], ["load", *names], _format_best_cell)
 
 
 def _build_maximum_grid(points: pd.DataFrame, where: str) -> Table:

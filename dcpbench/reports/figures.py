@@ -295,6 +295,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
+    rows = _separate_conditions(rows)
     there = set(zip(rows["model"], rows["run"], strict=True))
     sides = [side for side in itertools.product(dict.fromkeys(rows["model"]), style.runs) if side in there]
     names = dict(zip(zip(rows["model"], rows["run"], strict=True), get_sides(rows), strict=True))
@@ -354,6 +355,22 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     figure.supylabel("output over the best other layout", fontsize=10)
     _draw_overview_legend(figure, rows, style)
     return figure
+
+
+def _separate_conditions(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows with precision and drafts as part of their request length if a layout ran a load with several.
+
+    Layouts are compared under equal conditions, so that each condition has a panel.
+    """
+    if not rows.duplicated(["model", "run", "rest", "who", "concurrency"]).any():
+        return rows
+    several = [name for name in ("precision", "mtp") if len(set(rows[name])) > 1]
+    texts = [
+        load_labels.SEPARATOR.join(f"mtp{value}" if name == "mtp" else value for name, value in row.items())
+        for row in rows[several].to_dict("records")
+    ]
+    rest = [f"{own}{load_labels.SEPARATOR}{text}" for own, text in zip(rows["rest"], texts, strict=True)]
+    return rows.assign(rest=rest, rest_parts=[(text,) for text in rest])
 
 
 def _draw_overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> None:

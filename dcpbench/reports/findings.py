@@ -41,7 +41,8 @@ BASELINE_OF = [  # columns that a DCP point and its dcp=1 baseline share, in add
     *LOAD,
     *(a.name for a in select_point_axes(COMPUTES, but=Role.EXCHANGE) if a.name not in ("model", "dcp")),
 ]
-RIVAL_OF = [*LOAD, "gpus", "dtype", "weights_dtype", "kv_dtype", "weights", "emulate"]
+BEST_OF = ["gpus", "mtp", "acceptance"]  # columns that the best layout of a load shares with the others, besides LOAD
+RIVAL_OF = [*LOAD, *BEST_OF, "dtype", "weights_dtype", "kv_dtype", "weights", "emulate"]
 """Columns that layouts share of which one is to be chosen: the load, the GPUs, and what is computed."""
 SAME_BUT_EXCHANGE = ["run", *(axis.name for axis in select_point_axes(COMPUTES | Role.LOAD, but=Role.EXCHANGE))]
 """Columns that points of `decode` share if they differ only in their exchange."""
@@ -110,14 +111,14 @@ def select_rivals(frames: Frames) -> pd.DataFrame:
 
 
 def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the fastest layout within the SLO of each load and number of GPUs that several layouts ran.
+    """Return the fastest layout within the SLO of each load that several layouts ran on as many GPUs with equal drafts.
 
     `clear` is False if its interval overlaps the next one's or it leads by no more than launches may differ; `level`
     lists it and all layouts that it does not clearly lead, and `how` is the text for them (launch_bands.format_level).
     `next` is missing if no other meets the SLO. If none does,
     `meets` is False, and `label` is the one that comes nearest to it.
     """
-    same = [*LOAD, "gpus"]
+    same = [*LOAD, *BEST_OF]
     if len(points):
         points = points[points.groupby(same)["label"].transform("size") > 1]
     if points.empty:
@@ -151,7 +152,7 @@ def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:
 def find_best_per_request_length(points: pd.DataFrame) -> pd.DataFrame:
     """Return the highest throughput that meets the SLO, with DCP and without, over all loads with one request length.
 
-    The table has a row per run, model, mode, `rest` and number of GPUs: the best point, and `other`, `other_tok_s` and `other_load` for
+    The table has a row per run, model, mode, `rest` and BEST_OF: the best point, and `other`, `other_tok_s` and `other_load` for
     the best of the other kind (without DCP if the best has it), missing if none meets the SLO.
     """
     if points.empty:
@@ -159,7 +160,7 @@ def find_best_per_request_length(points: pd.DataFrame) -> pd.DataFrame:
     fits = points[points["slo_excess"] <= 1].sort_values("output_tok_s", ascending=False, kind="stable")
     if fits.empty:
         return pd.DataFrame()
-    keys = [*SCOPE, "rest", "gpus"]
+    keys = [*SCOPE, "rest", *BEST_OF]
     best = fits.drop_duplicates(keys)
     split = fits.assign(with_dcp=fits["dcp"] > 1).drop_duplicates([*keys, "with_dcp"])
     other = match_rows(best, split[split["with_dcp"] != (match_rows(split, best, keys)["dcp"] > 1)], keys)
@@ -171,7 +172,7 @@ def find_best_per_request_length(points: pd.DataFrame) -> pd.DataFrame:
         other_load=other["arrival"],
     )
     return found.sort_values(
-        ["run", "model", "mode", "input_typical", "rest", "gpus"], kind="stable", ignore_index=True
+        ["run", "model", "mode", "input_typical", "rest", *BEST_OF], kind="stable", ignore_index=True
     )
 
 
@@ -202,7 +203,8 @@ def compare_dcp_with_baseline(points: pd.DataFrame) -> pd.DataFrame:
 def compare_dcp_with_best(points: pd.DataFrame) -> pd.DataFrame:
     """Return the throughput of every DCP point over that of the best layout without DCP under the same load, within the SLO.
 
-    `rival` is the fastest layout that meets the SLO; it may differ in everything except GPUs, dtype and weights. `low`
+    `rival` is the fastest layout that meets the SLO; it may differ in everything except GPUs, drafts, dtype and
+    weights. `low`
     and `high` bound the ratio. `verdict` is `higher` or `lower` as in compare_dcp_with_baseline, `alone` if the point meets
     the SLO and no rival does, `misses` if the point does not, and `no rival` if none ran. Rows are in the order of
     compare_dcp_with_baseline.

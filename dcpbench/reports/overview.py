@@ -366,7 +366,7 @@ def _describe_dcp_gain(frames: Frames) -> str:
     if known.empty:
         return ""
     paying = known[known["verdict"].isin(findings.PAYS)]
-    loads, paid = (len(table.drop_duplicates([*findings.LOAD, "gpus"])) for table in (known, paying))
+    loads, paid = (len(table.drop_duplicates([*findings.LOAD, *findings.BEST_OF])) for table in (known, paying))
     within = " within the SLO" if known["slo_excess"].notna().any() else ""
     many = "the one load compared" if loads == 1 else f"{f'{paid:,}' if paid else 'none'} of {loads:,} loads"
     dcp = "is DCP" if not paid and loads > 1 else "DCP is" if paid else "DCP is not"

@@ -273,3 +273,21 @@ def test_panel_without_a_comparison_states_that(tmp_path: Path) -> None:
     figure = figures.draw_overview(rows, Style.from_points(rows), "", overview.select_rejected_for_memory(read))
     empty = [ax for ax in figure.axes if any(text.get_text() == "fewer than two layouts" for text in ax.texts)]
     assert [ax.get_title().replace("\n", " ") for ax in empty] == ["deepseek-v3, context 32,000"]
+
+
+def test_overview_has_a_panel_for_each_precision(tmp_path: Path) -> None:
+    """Otherwise a layout's line would join points that are not compared."""
+    found = [
+        build.ok(build.point(layout, concurrency=n, kv_dtype=kv))
+        for kv in ("bf16", "fp8")
+        for n in (8, 32)
+        for layout in (TP, DCP)
+    ]
+    read = dataframes.load_frames([build.write(tmp_path / "run", found)])
+    rows = read.findings.against_others
+    figure = figures.draw_overview(rows, Style.from_points(rows), "", overview.select_rejected_for_memory(read))
+    titles = [" ".join(ax.get_title().split()) for ax in figure.axes]
+    assert titles == [
+        "kimi-k2, context 4,000 · bfloat16 weights, bf16 KV",
+        "kimi-k2, context 4,000 · bfloat16 weights, fp8 KV",
+    ]

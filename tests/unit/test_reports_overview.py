@@ -601,3 +601,14 @@ def test_overlapping_intervals_beyond_the_launch_band_are_not_level(tmp_path: Pa
     assert f"take tp4·dcp4 or tp4, which are {how}, at" in overview.format_answer(report)
     assert how in answer.describe_best(report.findings.best)
     assert how in answer_tables.build_best_table(report.findings.best, "decode").rows[0][2]
+
+
+def test_layouts_are_compared_at_equal_drafts(tmp_path: Path) -> None:
+    """With drafts of an assumed acceptance tp4 has twice the output; without, tp4·dcp4 is 25 % ahead."""
+    drafted = steps(TP, 8, 25, mtp=1, acceptance="0.8")
+    report = read(tmp_path, steps(TP, 8, 50), steps(DCP, 8, 40), drafted)
+    assert "take tp4·dcp4 at 8 requests of 4,000 tokens, which gives 25 % more" in overview.format_answer(report)
+    assert report.findings.best["label"].tolist() == ["tp4·dcp4"]
+    both = read(tmp_path / "both", *report.records, steps(DCP, 8, 20, mtp=1, acceptance="0.8"))
+    assert both.findings.best["lead"].tolist() == pytest.approx([1.25, 1.25])
+    assert len(answer_tables.build_grids(both)[0].rows) == 2
