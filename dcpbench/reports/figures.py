@@ -370,7 +370,7 @@ def _separate_conditions(rows: pd.DataFrame) -> pd.DataFrame:
         for row in rows[several].to_dict("records")
     ]
     rest = [f"{own}{load_labels.SEPARATOR}{text}" for own, text in zip(rows["rest"], texts, strict=True)]
-    return rows.assign(rest=rest, rest_parts=[(text,) for text in rest])
+    return rows.assign(rest=rest, rest_parts=pd.Series([(text,) for text in rest], rows.index))
 
 
 def _draw_overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> None:

@@ -53,8 +53,8 @@ def list_losses(row: dict[str, Any]) -> list[Loss]:
 
     The list is empty if the floors of phases do not add up to that of the step, as for servers, which have other phases.
     """
-    floors = [row.get(f"floor_{phase}_us") for phase in find_phases(row)]
-    known_ms = sum(floor for floor in floors if not is_missing(floor)) / 1e3
+    floors = [row.get(f"floor_{phase}_us", 0.0) for phase in find_phases(row)]
+    known_ms = sum(0.0 if is_missing(floor) else floor for floor in floors) / 1e3
     if not known_ms >= MIN_KNOWN_FLOORS * row["floor_ms"]:
         return []
     found = []

@@ -117,7 +117,7 @@ def _draw_bytes(ax: Axes, results: Sequence[Result], names: Sequence[str]) -> di
         mine = sorted((r for r in results if _format_name(r) == name), key=_get_bytes)
         points = [(_get_bytes(r), t) for r in mine if (t := _get_time(r))]
         if points:
-            look = {"color": get_colour(place), "marker": get_marker(place)}
+            look: dict[str, Any] = {"color": get_colour(place), "marker": get_marker(place)}
             look["linestyle"] = get_line_style(place // len(COLOURS))  # else further variants would look like the first
             handles[name] = _draw_line(ax, points, markersize=5, **look)
             handles[name].set_label(name)
