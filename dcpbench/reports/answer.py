@@ -40,7 +40,7 @@ from dcpbench.show.numbers import (
 from dcpbench.show.text import fit_line, format_capitalized, format_count, format_list
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Hashable, Iterable
 
     import pandas as pd
 
@@ -247,7 +247,7 @@ def describe_best(found: pd.DataFrame) -> str:
     return f"{what}{', at each concurrency' if closed else ''}. {format_capitalized('; '.join(shapes))}."
 
 
-def format_gpus(found: pd.DataFrame) -> dict[float, str]:
+def format_gpus(found: pd.DataFrame) -> dict[Hashable, str]:
     """Return ` on 2 GPUs` for each number of GPUs of some points; empty texts if all have the same."""
     sizes = set(found["gpus"])
     return {n: f" on {format_count(int(n), 'GPU')}" if len(sizes) > 1 else "" for n in sizes}

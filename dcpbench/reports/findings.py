@@ -84,7 +84,7 @@ class Findings:
 
 def compute_findings(frames: Frames) -> Findings:
     """Compute all findings; each function below documents its table."""
-    points = select_rivals(frames)
+    points = select_timed(frames.everything)
     ratios = compare_dcp_with_baseline(points)
     return Findings(
         points=points,
@@ -103,11 +103,6 @@ def select_timed(points: pd.DataFrame) -> pd.DataFrame:
         return points
     kept = points["output_tok_s"].notna() & ~points["cpu"].astype(bool) & ~point_warnings.find_wrong(points)
     return points if kept.all() else points[kept]
-
-
-def select_rivals(frames: Frames) -> pd.DataFrame:
-    """Return the points of both workloads for which speed may be reported."""
-    return select_timed(frames.everything)
 
 
 def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:

@@ -166,7 +166,7 @@ def list_caveats(frames: Frames) -> list[str]:
         found.append(f"clients run in lock-step{every}: all their requests have one length{favours}")
     found += _list_engine_caveats(table)
     power = table["throttle_reasons"].map(lambda reasons: any("power" in reason for reason in reasons)).astype(bool)
-    limited = power | point_warnings.find_throttled(table)
+    limited = power | point_warnings.has_warning(table, point_warnings.THROTTLED)
     if limited.any():
         by_steps = limited & replayed & ~table["throttle_reasons"].map(bool)
         both = by_steps.any() and (limited & ~by_steps).any()

@@ -67,11 +67,6 @@ def summarize_warnings(points: pd.DataFrame, most: int) -> str:
     return ", ".join(counts) + (" and others" if len(set(names)) > most else "")
 
 
-def find_throttled(points: pd.DataFrame) -> pd.Series[bool]:
-    """Return a mask of the points with lowered clocks, in their own measurement or in the step times of their replay."""
-    return has_warning(points, THROTTLED)
-
-
 def has_warning(points: pd.DataFrame, warning: str) -> pd.Series[bool]:
     """Return a mask of the points that have a warning."""
     return points["warnings"].map(lambda warnings: warning in warnings).astype(bool)
@@ -97,7 +92,7 @@ def describe_clocks(points: pd.DataFrame) -> str:
 
     Example: `by the power limit: lowest SM clock 0.8–27 % below the highest, 1,455 of 1,980 MHz`.
     """
-    slowed = points[find_throttled(points)]
+    slowed = points[has_warning(points, THROTTLED)]
     if slowed.empty:
         return ""
     known = slowed[slowed["clock_fall"].notna()]
