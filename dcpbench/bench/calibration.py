@@ -147,7 +147,7 @@ def iter_samples(record: BenchRecord) -> Iterator[tuple[str, Sample]]:
         return
     for result in record.results:
         time = result.graph.time if result.graph else None
-        if time is not None and result.work is not None and result.outcome == "ok":
+        if time is not None and result.work is not None and result.outcome == "ok" and result.correct is not False:
             received = result.work.comm_bytes or result.work.received_bytes
             yield (
                 result.case.variant,

@@ -164,7 +164,7 @@ def _build_line_columns(histories: Sequence[History], shards: Sequence[tuple[int
     columns["cpu"] = [int(history.line.cpu) for history in histories]
     columns["runs"] = [len(history.entries) for history in histories]
     columns["last"] = [history.entries[-1][0] for history in histories]
-    newest = [history.entries[-1][1].outcome for history in histories]
+    newest = [entry.wrong or entry.outcome for history in histories for _, entry in history.entries[-1:]]
     outcomes = list(dict.fromkeys([*OUTCOMES, *newest]))
     columns["outcome"] = [outcomes.index(outcome) for outcome in newest]
     return {

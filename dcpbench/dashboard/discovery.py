@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.dashboard import series
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.points.point import AXES
 from dcpbench.records import metrics
 from dcpbench.records.file import is_last_line_cut_short
 from dcpbench.records.folder import RECORDS_FILE
@@ -77,15 +78,15 @@ class FoundRuns:
     skipped: list[str]  # sentence for each record file that was left out, or of which the last line was
 
 
-def list_stamps(root: Path) -> list[Stamp]:
+def list_stamps(root: Path, on_error: Callable[[OSError], object] | None = None) -> list[Stamp]:
     """Return all record files below `root`, in order of their paths; links to folders are not followed.
 
-    Raise UsageError if `root` is no folder.
+    `on_error` is called for each folder that cannot be read. Raise UsageError if `root` is no folder.
     """
     if not root.is_dir():
         raise UsageError(f"{root} is no folder; name the one that holds your runs, such as runs.")
     found = []
-    for path in _walk_record_files(root):
+    for path in _walk_record_files(root, on_error):
         try:
             stat = path.stat()
         except OSError:
@@ -100,7 +101,7 @@ def load_runs(root: Path, known: dict[Stamp, RunData], on_progress: Callable[[st
     runs: list[RunData] = []
     skipped: list[str] = []
     by_digest: dict[str, str] = {}
-    now = list_stamps(root)
+    now = list_stamps(root, lambda e: skipped.append(f"{e.filename}: its runs are left out ({e.strerror})"))
     for number, stamp in enumerate(now, 1):
         name = _make_name(root, stamp.path)
         try:
@@ -133,8 +134,8 @@ def load_runs(root: Path, known: dict[Stamp, RunData], on_progress: Callable[[st
     return FoundRuns(sorted(runs, key=lambda run: (run.date or "", run.name)), skipped)
 
 
-def _walk_record_files(root: Path) -> Iterator[Path]:
-    for folder, below, files in os.walk(root):
+def _walk_record_files(root: Path, on_error: Callable[[OSError], object] | None) -> Iterator[Path]:
+    for folder, below, files in os.walk(root, onerror=on_error):
         below[:] = sorted(name for name in below if not name.startswith("."))
         if STATE_FILE in files and "index.html" in files:
             below.clear()
@@ -194,9 +195,9 @@ def _make_run_data(name: str, path: Path, digest: str, records: Sequence[Record]
 
 def _format_headline(entries: dict[Line, Entry]) -> str:
     """Return a description of the point with the highest output throughput per GPU."""
-    timed = {line: e.values[HEADLINE] for line, e in entries.items() if HEADLINE in e.values}
-    if not timed and any(e.outcome == "ok" for e in entries.values()):
-        return "output per GPU is not known"
+    timed = {line: e.values[HEADLINE] for line, e in entries.items() if HEADLINE in e.values and not e.wrong}
+    if not timed and (ran := [e for e in entries.values() if e.outcome == "ok"]):
+        return "all results are wrong" if all(e.wrong for e in ran) else "output per GPU is not known"
     if not timed:
         return "no point finished"
     if all(line.cpu for line in timed):
@@ -205,7 +206,8 @@ def _format_headline(entries: dict[Line, Entry]) -> str:
     described = series.describe_line(line)
     known = " × ".join(f"{described[name]:,}" for name in ("concurrency", "context") if described[name])
     load = described["load"] or known
-    parts = (f"{described['model']} {described['layout']}", str(load), entries[line].layers_held)
+    emulated = next(axis for axis in AXES if axis.name == "emulate").format_value(line.example.emulate)
+    parts = (f"{described['model']} {described['layout']}", str(load), emulated, entries[line].layers_held)
     return f"highest {timed[line].median:,.0f} tok/s/GPU: {', '.join(filter(None, parts))}"
 
 

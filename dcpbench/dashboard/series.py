@@ -15,7 +15,7 @@ from dcpbench.points.memory import GIB
 from dcpbench.points.names import UNKNOWN
 from dcpbench.points.point import AXES, LOAD_AXES
 from dcpbench.records import metrics
-from dcpbench.records.record import CPU, format_hardware
+from dcpbench.records.record import CPU, WRONG_RESULTS, format_hardware
 from dcpbench.reports import load_labels
 from dcpbench.show.text import fit_text
 
@@ -62,6 +62,7 @@ class Entry:
     repeats: int
     warnings: str
     reason: str
+    wrong: str = ""  # warnings that its results are wrong
     layers_held: str = ""  # that the whole model did not fit (show/model_fit.py); empty if all layers were held
 
 
@@ -170,7 +171,7 @@ def _make_entry(records: Sequence[Record]) -> Entry:
     reason = next((r.reason for r in failed if r.reason), "")
     if ok and failed:
         reason = f"{len(failed)} of {len(records)} repeats did not finish: {reason}"
-    warnings = ", ".join(sorted({warning for r in ok for warning in r.warnings}))
+    warnings = sorted({warning for r in ok for warning in r.warnings})
     values = {
         v.metric.shown_name: v.convert_to_shown_unit()
         for v in metrics.merge_values(ok, metrics.DASHBOARD, derived=True)
@@ -179,7 +180,8 @@ def _make_entry(records: Sequence[Record]) -> Entry:
         fit_label(outcome),
         values,
         len(ok),
-        fit_label(warnings),
+        fit_label(", ".join(warnings)),
         fit_label(reason, MAX_REASON_CHARS),
+        ", ".join(warning for warning in warnings if warning in WRONG_RESULTS),
         load_labels.describe_layers_held(ok),
     )

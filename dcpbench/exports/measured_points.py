@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import MOE_EP, REPLAY, UNKNOWN
 from dcpbench.records import metrics
-from dcpbench.records.record import get_origin, is_forecast, is_functional
+from dcpbench.records.record import WRONG_RESULTS, get_origin, is_forecast, is_functional
 from dcpbench.reports import load_labels
 from dcpbench.show.text import fit_name
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from dcpbench.records.runs import Run
 
 FUNCTIONAL, REPLAYED, EMULATED = "functional", "replay", "emulated"  # `standing` of points without a measured speed
-WRONG = ("graph_differs", "inaccurate")  # warnings of points with wrong results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +80,7 @@ IN_EMULATION = Rule(
     "from a forecast, for which one rank ran and communication was modelled", lambda m: m.standing == EMULATED
 )
 COMPUTED_WRONG = Rule(
-    "with wrong computation (see their warnings)", lambda m: bool(set(WRONG) & set(m.record.warnings))
+    "with wrong computation (see their warnings)", lambda m: bool(set(WRONG_RESULTS) & set(m.record.warnings))
 )
 PUBLIC = (DID_NOT_RUN, ON_CPU, IN_REPLAY, IN_EMULATION, COMPUTED_WRONG)  # points never published next to others
 

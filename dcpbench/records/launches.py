@@ -22,8 +22,9 @@ def measure_bands(runs: Sequence[Run]) -> dict[str, float]:
     """Return for each origin the share by which two launches of a point may differ; a run's folder is one launch.
 
     For dcpbench's own engine this is REPEATS_AGREE_WITHIN (docs/reading-a-report.md). For any other origin it is the largest
-    difference between launches of one of its points in these runs, and the origin is left out if no point was launched
-    twice. An exact copy of a record is no launch.
+    difference between launches of one of its points in these runs, and at least REPEATS_AGREE_WITHIN, because the next pair
+    of launches often differs by more than a single pair. The origin is left out if no point was launched twice. An exact
+    copy of a record is no launch.
     """
     seen: set[bytes] = set()
     launches: dict[tuple[str, str], dict[int, list[float]]] = {}
@@ -39,7 +40,7 @@ def measure_bands(runs: Sequence[Run]) -> dict[str, float]:
     for (name, _), of_point in launches.items():
         if len(of_point) > 1:
             rates = [statistics.median(found) for found in of_point.values()]
-            bands[name] = max(bands.get(name, 0.0), max(rates) / min(rates) - 1)
+            bands[name] = max(bands.get(name, REPEATS_AGREE_WITHIN), max(rates) / min(rates) - 1)
     return bands | {OURS: REPEATS_AGREE_WITHIN}
 
 

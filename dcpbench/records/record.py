@@ -115,6 +115,7 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
 
 MAX_DISTURBANCE = 0.03  # share by which a profiled step may exceed the typical or timed one, before it is disturbed
 MAX_SUM_ERROR = 0.03  # maximum deviation of the sum of phases from their step without the warning PHASES_DIFFER
+WRONG_RESULTS = ("graph_differs", "inaccurate")  # warnings of points that computed wrong results
 PHASES_DIFFER = "phases_differ"  # warning of a point with phases that do not add up to its profiled step
 
 

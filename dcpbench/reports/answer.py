@@ -40,7 +40,7 @@ from dcpbench.show.numbers import (
 from dcpbench.show.text import fit_line, format_capitalized, format_count, format_list
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Hashable, Iterable
 
     import pandas as pd
 
@@ -99,6 +99,7 @@ def _collect_ranked(frames: Frames) -> list[tuple[float, str]]:
         ]
     notes = [
         (0.0, describe_functional(frames)),
+        (0.02, f"{format_capitalized(wrong)}." if (wrong := point_warnings.describe_wrong(frames.everything)) else ""),
         (0.05, slo.explain_unjudged(frames.everything, frames.slo)),
         (0.15, describe_imports(frames)),
         *((0.07, f"{format_capitalized(text)}.") for text in list_draft_conditions(frames)),
@@ -237,10 +238,19 @@ def describe_best(found: pd.DataFrame) -> str:
     changes = int((answers != answers.shift()).sum())  # from one load to the next
     if found["rest"].nunique() > MAX_SHAPES or changes > MAX_CLAUSES:
         return f"{what}: of {format_count(len(found), 'load')}, {count_winners(found)}."
-    short = make_short_shapes(found)
-    shapes = [f"{short[str(rest)]}: {_format_winners(loads)}" for rest, loads in found.groupby("rest", sort=False)]
+    short, on = make_short_shapes(found), format_gpus(found)
+    shapes = [
+        f"{short[str(rest)]}{on[gpus]}: {_format_winners(loads)}"
+        for (rest, gpus, *_), loads in found.groupby(["rest", *findings.BEST_OF], sort=False)
+    ]
     closed = found["load_arrival"].eq(CLOSED).all()
     return f"{what}{', at each concurrency' if closed else ''}. {format_capitalized('; '.join(shapes))}."
+
+
+def format_gpus(found: pd.DataFrame) -> dict[Hashable, str]:
+    """Return ` on 2 GPUs` for each number of GPUs of some points; empty texts if all have the same."""
+    sizes = set(found["gpus"])
+    return {n: f" on {format_count(int(n), 'GPU')}" if len(sizes) > 1 else "" for n in sizes}
 
 
 def count_winners(found: pd.DataFrame) -> str:
@@ -263,7 +273,7 @@ def describe_maximum(found: pd.DataFrame, best_found: pd.DataFrame) -> str:
         return f"No point meets the SLO; nearest is {near['label']} at {near['load']} ({near['slo_result']})."
     if len(found) > MAX_SHAPES:
         return ""
-    short = make_short_shapes(found)
+    short, on = make_short_shapes(found), format_gpus(found)
     clauses = []
     for _, r in found.iterrows():
         kind = "without DCP" if r["dcp"] > 1 else "with DCP"
@@ -273,7 +283,7 @@ def describe_maximum(found: pd.DataFrame, best_found: pd.DataFrame) -> str:
             lead = _compare_most(r, times)
             over = f"{lead} the most {kind} ({format_number(r['other_tok_s'], 3)}, {r['other']} at {r['other_load']})"
         value = format_tok_s(r["output_tok_s"], r["output_tok_s_low"], r["output_tok_s_high"])
-        clauses.append(f"{short[r['rest']]}: {value} with {r['label']} at {r['arrival']}, {over}")
+        clauses.append(f"{short[r['rest']]}{on[r['gpus']]}: {value} with {r['label']} at {r['arrival']}, {over}")
     return f"Maximum output within the SLO: {'; '.join(clauses)}."
 
 
@@ -293,10 +303,10 @@ def describe_dcp_gain(against: pd.DataFrame) -> str:
         return ""
     judged = bool(compared["slo_excess"].notna().any())
     paying = compared[compared["verdict"].isin(findings.PAYS)]
-    loads = compared["same_load"].nunique()
+    loads, paid = (len(table.drop_duplicates(["same_load", *findings.BEST_OF])) for table in (compared, paying))
     within = " within the SLO" if judged else ""
     single = launch_bands.has_single_launches(compared)
-    many = f"DCP pays in {paying['same_load'].nunique():,} of {format_count(loads, 'load')}, in output tok/s{within}"
+    many = f"DCP pays in {paid:,} of {format_count(loads, 'load')}, in output tok/s{within}"
     if single:
         text = f"{format_capitalized(launch_bands.IN_ONE_LAUNCH)}, {many} over the fastest layout without DCP"
     else:
@@ -367,11 +377,17 @@ def _format_paying_loads(rows: pd.DataFrame) -> str:
         top = within.sort_values("ratio", kind="stable").iloc[-1]
         nowhere = "nowhere" if top["ratio"] <= 1 else f"nowhere {launch_bands.format_clearly(rows)}"
         return f"{nowhere} (at most {top['ratio']:.2f}× {top['rival']}, {top['label']} at {_format_loads([top])})"
-    fastest = paying.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates("same_load")
-    found = [r for _, r in fastest.sort_values("concurrency", kind="stable").iterrows()]
+    fastest = paying.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates(
+        ["same_load", *findings.BEST_OF]
+    )
+    fastest = fastest.sort_values(["gpus", "concurrency"], kind="stable")
     clauses = []
-    keyed = [((r["label"], "" if is_missing(r["rival"]) else r["rival"]), r) for r in found]
-    for (label, rival), group in itertools.groupby(keyed, key=lambda pair: pair[0]):
+    tried = sorted(set(rows["concurrency"]))
+    keyed = []
+    for place, (_, r) in enumerate(fastest.iterrows()):
+        gap = tried.index(r["concurrency"]) - place if r["load_arrival"] == CLOSED else 0  # equal for consecutive loads
+        keyed.append(((r["label"], "" if is_missing(r["rival"]) else r["rival"], gap), r))
+    for (label, rival, _), group in itertools.groupby(keyed, key=lambda pair: pair[0]):
         loads = [r for _, r in group]
         over = (
             f"{format_value_range([r['ratio'] for r in loads])} {rival}"
@@ -542,9 +558,7 @@ def _format_winner(row: pd.Series[Any]) -> str:
     level = format_list(sorted(row["level"]))
     if row["clear"]:
         return str(row["label"])
-    return (
-        f"{level} ({launch_bands.NOT_DISTINGUISHABLE})" if is_missing(row[launch_bands.COLUMN]) else f"level: {level}"
-    )
+    return f"{level} ({row['how']})" if row["how"] == launch_bands.NOT_DISTINGUISHABLE else f"{row['how']}: {level}"
 
 
 def _format_loads(group: list[pd.Series[Any]]) -> str:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.points.names import CLOSED
 from dcpbench.records.metrics import METRIC
 from dcpbench.reports import answer, launch_bands
-from dcpbench.reports.findings import SCOPE, find_best_per_layout, format_plain_layout, format_slo_aside, list_keys
+from dcpbench.reports.findings import (
+    BEST_OF,
+    SCOPE,
+    find_best_per_layout,
+    format_plain_layout,
+    format_slo_aside,
+    list_keys,
+)
 from dcpbench.reports.load_labels import find_shared_shape, make_short_shapes
 from dcpbench.reports.plots import sample_evenly
 from dcpbench.reports.tables import (
@@ -60,18 +67,20 @@ def build_best_table(found: pd.DataFrame, mode: str) -> Table:
     """Return the best layout per load, point by point."""
     found = select_mode(found, mode)
     single = launch_bands.has_single_launches(found)
+    several = len(found) and len(set(found["gpus"])) > 1
     return make_table(
         f"Highest output throughput of each load{_format_mode(mode)}{launch_bands.format_launches(found)}",
         found,
         [
             *make_text_columns("model", "load"),
+            *([("GPUs", "gpus")] if several else []),
             ("fastest layout" if single else "best layout", _format_best_label),
             *make_text_columns("next"),
             ("output tok/s [95 %]", _format_rate),
             ("over the next", lambda r: format_ratio(r["lead"])),
             *make_columns(METRIC[name] for name in ("ttft_p50_ms", "itl_p50_ms")),
         ],
-        text_columns=4,
+        text_columns=5 if several else 4,
         optional=("TTFT p50 ms",),
         fold=len(found) > FOLD_ABOVE // 2,
     )
@@ -102,7 +111,9 @@ def _build_best_grid(found: pd.DataFrame, where: str) -> Table:
     found = found[found["load_arrival"] == CLOSED] if len(found) else found
     kind = f"Fastest layout {launch_bands.IN_ONE_LAUNCH}" if launch_bands.has_single_launches(found) else "Best layout"
     title = f"{kind}, tok/s, and its lead over the next{where}"
-    return _build_grid(title, found, ["rest"], ["load"], _format_best_cell)
+    varying = [name for name in BEST_OF if len(found) and len(set(found[name])) > 1]
+    names = [{"gpus": "GPUs", "mtp": "drafts"}.get(name, name) for name in varying]
+    return _build_grid(title, found, ["rest", *varying], ["load", *names], _format_best_cell)
 
 
 def _build_maximum_grid(points: pd.DataFrame, where: str) -> Table:
@@ -183,8 +194,7 @@ def _format_best_label(row: pd.Series[Any]) -> str:
         return f"{row['label']} (the only one that meets the SLO)"
     if row["clear"]:
         return str(row["label"])
-    how = launch_bands.NOT_DISTINGUISHABLE if is_missing(row[launch_bands.COLUMN]) else "level"
-    return f"{format_list(row['level'])} ({how})"
+    return f"{format_list(row['level'])} ({row['how']})"
 
 
 def _format_rate(row: pd.Series[Any]) -> str:

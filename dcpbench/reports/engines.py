@@ -224,7 +224,7 @@ def format_launches(rows: pd.DataFrame) -> str:
 
 def _format_power(rows: pd.DataFrame) -> str:
     """Return which engines were limited by power or heat, and of which the clocks are not known."""
-    slowed = rows["throttle_reasons"].map(bool) | point_warnings.find_throttled(rows)
+    slowed = rows["throttle_reasons"].map(bool) | point_warnings.has_warning(rows, point_warnings.THROTTLED)
     unknown = rows["sm_clock_mhz_min"].isna() & ~slowed
     runs = load_labels.list_unique(rows["run"])
     limited = [run for run in runs if slowed[rows["run"] == run].any()]

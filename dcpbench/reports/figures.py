@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 WIDE_PANEL = (3.7, 3.0)
 SINGLE_PANEL = (4.4, 3.0)
+PHASES_TITLE_WIDTH = 28  # maximum number of characters per line of a title in the narrower panels of phases
 TITLE_WIDTH = 42  # maximum number of characters per line of a panel's title
 PALE = "#D0D0D0"
 FRONTIER = (METRIC["tok_s_per_user"], METRIC["output_tok_s_per_gpu"])  # metrics on the axes of the frontier
@@ -294,6 +295,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
+    rows = _separate_conditions(rows)
     there = set(zip(rows["model"], rows["run"], strict=True))
     sides = [side for side in itertools.product(dict.fromkeys(rows["model"]), style.runs) if side in there]
     names = dict(zip(zip(rows["model"], rows["run"], strict=True), get_sides(rows), strict=True))
@@ -334,6 +336,8 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
                 va="top",
                 fontsize=8,
             )
+        if panel.empty:
+            ax.text(0.5, 0.55, "fewer than two layouts", transform=ax.transAxes, ha="center", fontsize=8, color=GREY)
         gone = _select_panel(lost, panel)
         for place, (layout, own) in enumerate(gone.groupby("layout", sort=False) if len(gone) else ()):
             color = get_colours(own["drawn_layout"].iloc[0].degrees)[0]
@@ -351,6 +355,22 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     figure.supylabel("output over the best other layout", fontsize=10)
     _draw_overview_legend(figure, rows, style)
     return figure
+
+
+def _separate_conditions(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows with precision and drafts as part of their request length if a layout ran a load with several.
+
+    Layouts are compared under equal conditions, so that each condition has a panel.
+    """
+    if not rows.duplicated(["model", "run", "rest", "who", "concurrency"]).any():
+        return rows
+    several = [name for name in ("precision", "mtp") if len(set(rows[name])) > 1]
+    texts = [
+        load_labels.SEPARATOR.join(f"mtp{value}" if name == "mtp" else value for name, value in row.items())
+        for row in rows[several].to_dict("records")
+    ]
+    rest = [f"{own}{load_labels.SEPARATOR}{text}" for own, text in zip(rows["rest"], texts, strict=True)]
+    return rows.assign(rest=rest, rest_parts=pd.Series([(text,) for text in rest], rows.index))
 
 
 def _draw_overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> None:
@@ -574,7 +594,7 @@ def compute_floors_ms(points: pd.DataFrame) -> pd.DataFrame:
         held = [floor for n in own if (floor := f"floor_{n}_us") in points]
         if held:
             found[name] = points[held].sum(axis=1, min_count=1) / 1e3
-    return pd.DataFrame(found, index=points.index)
+    return pd.DataFrame(found, index=points.index).dropna(axis=1, how="all")
 
 
 def has_phases(points: pd.DataFrame) -> bool:
@@ -601,7 +621,8 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # no
     for ax, (context, routing) in zip(axes, contexts, strict=True):
         panel = points[(points["context"] == context) & (points["routing"] == routing)]
         _draw_stack(ax, panel, rows, times, floors)
-        ax.set_title(f"context {load_labels.format_context(context, routing)}")
+        title = f"context {load_labels.format_context(context, routing)}"
+        ax.set_title(textwrap.fill(format_label(title), PHASES_TITLE_WIDTH))
         ax.set_xlabel("profiled step (ms)")
         if bool(panel["cpu"].any()):
             draw_watermark_below(ax)

@@ -23,7 +23,7 @@ from dcpbench.records.metrics import KV_TABLE, REPLAYED
 from dcpbench.records.record import SERVER_FLAG
 from dcpbench.records.runs import compute_measurement_digest
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN, compute_median_distance, find_lasting_start
-from dcpbench.reports import launch_bands
+from dcpbench.reports import launch_bands, point_warnings
 from dcpbench.show.numbers import format_percent, is_missing
 from dcpbench.show.text import format_count
 
@@ -41,7 +41,8 @@ BASELINE_OF = [  # columns that a DCP point and its dcp=1 baseline share, in add
     *LOAD,
     *(a.name for a in select_point_axes(COMPUTES, but=Role.EXCHANGE) if a.name not in ("model", "dcp")),
 ]
-RIVAL_OF = [*LOAD, "gpus", "dtype", "weights_dtype", "kv_dtype", "weights", "emulate"]
+BEST_OF = ["gpus", "mtp", "acceptance"]  # columns that the best layout of a load shares with the others, besides LOAD
+RIVAL_OF = [*LOAD, *BEST_OF, "dtype", "weights_dtype", "kv_dtype", "weights", "emulate"]
 """Columns that layouts share of which one is to be chosen: the load, the GPUs, and what is computed."""
 SAME_BUT_EXCHANGE = ["run", *(axis.name for axis in select_point_axes(COMPUTES | Role.LOAD, but=Role.EXCHANGE))]
 """Columns that points of `decode` share if they differ only in their exchange."""
@@ -83,7 +84,7 @@ class Findings:
 
 def compute_findings(frames: Frames) -> Findings:
     """Compute all findings; each function below documents its table."""
-    points = select_rivals(frames)
+    points = select_timed(frames.everything)
     ratios = compare_dcp_with_baseline(points)
     return Findings(
         points=points,
@@ -97,30 +98,27 @@ def compute_findings(frames: Frames) -> Findings:
 
 
 def select_timed(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the points for which speed may be reported: measured or replayed, and not on a CPU."""
+    """Return the points for which speed may be reported: measured or replayed, not on a CPU, and without wrong results."""
     if points.empty:
         return points
-    kept = points["output_tok_s"].notna() & ~points["cpu"].astype(bool)
+    kept = points["output_tok_s"].notna() & ~points["cpu"].astype(bool) & ~point_warnings.find_wrong(points)
     return points if kept.all() else points[kept]
 
 
-def select_rivals(frames: Frames) -> pd.DataFrame:
-    """Return the points of both workloads for which speed may be reported."""
-    return select_timed(frames.everything)
-
-
 def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the fastest layout within the SLO of each load that several layouts on as many GPUs ran.
+    """Return the fastest layout within the SLO of each load that several layouts ran on as many GPUs with equal drafts.
 
     `clear` is False if its interval overlaps the next one's or it leads by no more than launches may differ; `level`
-    lists it and all layouts that it does not clearly lead. `next` is missing if no other meets the SLO. If none does,
+    lists it and all layouts that it does not clearly lead, and `how` is the text for them (launch_bands.format_level).
+    `next` is missing if no other meets the SLO. If none does,
     `meets` is False, and `label` is the one that comes nearest to it.
     """
+    same = [*LOAD, *BEST_OF]
     if len(points):
-        points = points[points.groupby([*LOAD, "gpus"])["label"].transform("size") > 1]
+        points = points[points.groupby(same)["label"].transform("size") > 1]
     if points.empty:
         return pd.DataFrame()
-    points = points.assign(place=points.groupby(LOAD, sort=False).ngroup())
+    points = points.assign(place=points.groupby(same, sort=False).ngroup())
     fits = points[~(points["slo_excess"] > 1)].sort_values("output_tok_s", ascending=False, kind="stable")
     rank = fits.groupby("place").cumcount()
     found = fits[rank == 0].set_index("place")
@@ -135,6 +133,9 @@ def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:
     level = behind[~clearly].groupby("place")["label"].agg(list).to_dict()
     together = {place: [*dict.fromkeys([label, *level.get(place, [])])] for place, label in found["label"].items()}
     found["level"] = pd.Series(together, dtype=object)
+    found["how"] = pd.Series(
+        {place: launch_bands.format_level(own, own["place"]) for place, own in behind[~clearly].groupby("place")}
+    )
     found["clear"] = found["level"].map(len) == 1
     found["meets"] = True
     missed = points[~points["place"].isin(found.index)].sort_values("slo_excess", kind="stable")
@@ -146,7 +147,7 @@ def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:
 def find_best_per_request_length(points: pd.DataFrame) -> pd.DataFrame:
     """Return the highest throughput that meets the SLO, with DCP and without, over all loads with one request length.
 
-    The table has a row per run, model, mode and `rest`: the best point, and `other`, `other_tok_s` and `other_load` for
+    The table has a row per run, model, mode, `rest` and BEST_OF: the best point, and `other`, `other_tok_s` and `other_load` for
     the best of the other kind (without DCP if the best has it), missing if none meets the SLO.
     """
     if points.empty:
@@ -154,7 +155,7 @@ def find_best_per_request_length(points: pd.DataFrame) -> pd.DataFrame:
     fits = points[points["slo_excess"] <= 1].sort_values("output_tok_s", ascending=False, kind="stable")
     if fits.empty:
         return pd.DataFrame()
-    keys = [*SCOPE, "rest"]
+    keys = [*SCOPE, "rest", *BEST_OF]
     best = fits.drop_duplicates(keys)
     split = fits.assign(with_dcp=fits["dcp"] > 1).drop_duplicates([*keys, "with_dcp"])
     other = match_rows(best, split[split["with_dcp"] != (match_rows(split, best, keys)["dcp"] > 1)], keys)
@@ -165,7 +166,9 @@ def find_best_per_request_length(points: pd.DataFrame) -> pd.DataFrame:
         other_band=other[launch_bands.COLUMN],
         other_load=other["arrival"],
     )
-    return found.sort_values(["run", "model", "mode", "input_typical", "rest"], kind="stable", ignore_index=True)
+    return found.sort_values(
+        ["run", "model", "mode", "input_typical", "rest", *BEST_OF], kind="stable", ignore_index=True
+    )
 
 
 def find_best_per_layout(points: pd.DataFrame) -> pd.DataFrame:
@@ -195,7 +198,8 @@ def compare_dcp_with_baseline(points: pd.DataFrame) -> pd.DataFrame:
 def compare_dcp_with_best(points: pd.DataFrame) -> pd.DataFrame:
     """Return the throughput of every DCP point over that of the best layout without DCP under the same load, within the SLO.
 
-    `rival` is the fastest layout that meets the SLO; it may differ in everything except GPUs, dtype and weights. `low`
+    `rival` is the fastest layout that meets the SLO; it may differ in everything except GPUs, drafts, dtype and
+    weights. `low`
     and `high` bound the ratio. `verdict` is `higher` or `lower` as in compare_dcp_with_baseline, `alone` if the point meets
     the SLO and no rival does, `misses` if the point does not, and `no rival` if none ran. Rows are in the order of
     compare_dcp_with_baseline.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 PHASE_COLUMN = re.compile(r"phase_.+_us")  # time of a phase; the column `floor_…_us` has its floor
 MAX_SENTENCE_PHASES, MAX_ROW_PHASES = 3, 6  # phases that a sentence names, and that a row lists, at most
+MIN_KNOWN_FLOORS = 0.99  # minimum share of the floor of a step that phases must have, so that their losses are known
 TELLING = 0.01  # minimum share of a step that a phase must lose to be named
 TITLE = "A step against what its machine allows"
 
@@ -48,7 +49,14 @@ class Loss(NamedTuple):
 
 
 def list_losses(row: dict[str, Any]) -> list[Loss]:
-    """Return the phases of a profiled point, largest loss first; kernels outside ranges and idle time count as lost in full."""
+    """Return the phases of a profiled point, largest loss first; kernels outside ranges and idle time count as lost in full.
+
+    The list is empty if the floors of phases do not add up to that of the step, as for servers, which have other phases.
+    """
+    floors = [row.get(f"floor_{phase}_us", 0.0) for phase in find_phases(row)]
+    known_ms = sum(0.0 if is_missing(floor) else floor for floor in floors) / 1e3
+    if not known_ms >= MIN_KNOWN_FLOORS * row["floor_ms"]:
+        return []
     found = []
     for phase, column in find_phases(row).items():
         us, floor = row[column], row.get(f"floor_{phase}_us")

@@ -47,6 +47,16 @@ def has_single_launches(points: pd.DataFrame) -> bool:
     return COLUMN in points and bool(points[COLUMN].isna().any())
 
 
+def format_level(points: pd.DataFrame, loads: pd.Series[Any]) -> str:
+    """Return `level` if the outputs of these points are within their band at each load, else `not distinguishable`.
+
+    Intervals that overlap do not make two layouts level: a forecast may leave a tenth between them undecided.
+    """
+    apart = points["output_tok_s"].groupby(loads.to_numpy()).transform("max") / points["output_tok_s"] - 1
+    level = not has_single_launches(points) and bool((apart <= find_largest(points)).all())
+    return "level" if level else NOT_DISTINGUISHABLE
+
+
 def format_launches(points: pd.DataFrame) -> str:
     """Return `, in one launch each` if a server's launches are not known to agree; else an empty string."""
     return f", {IN_ONE_LAUNCH}" if has_single_launches(points) else ""

@@ -132,7 +132,8 @@ def list_caveats(frames: Frames) -> list[str]:
     table = frames.everything
     if table.empty:
         return []
-    found = recommendation.format_no_fit_notes(table)
+    found = [text] if (text := point_warnings.describe_wrong(table)) else []
+    found += recommendation.format_no_fit_notes(table)
     if (table["weights"] == "synthetic").any():
         found.append("synthetic weights")
     replayed = table["mode"] == REPLAY
@@ -165,7 +166,7 @@ def list_caveats(frames: Frames) -> list[str]:
         found.append(f"clients run in lock-step{every}: all their requests have one length{favours}")
     found += _list_engine_caveats(table)
     power = table["throttle_reasons"].map(lambda reasons: any("power" in reason for reason in reasons)).astype(bool)
-    limited = power | point_warnings.find_throttled(table)
+    limited = power | point_warnings.has_warning(table, point_warnings.THROTTLED)
     if limited.any():
         by_steps = limited & replayed & ~table["throttle_reasons"].map(bool)
         both = by_steps.any() and (limited & ~by_steps).any()
@@ -229,7 +230,8 @@ def format_answer(frames: Frames, *, brief: bool = False) -> str:
     if table["cpu"].all():
         return _describe_functional(frames)
     if timed.empty:
-        return "No point has a rate of output, so no layout can be recommended."
+        why = point_warnings.describe_wrong(table) or "no point has a rate of output"
+        return f"{format_capitalized(why)}, so no layout can be recommended."
     rows = frames.findings.against_others
     if answer.has_engine_answer(frames):
         text = engines.format_lead(frames) if brief else engines.format_answer(frames)
@@ -238,7 +240,7 @@ def format_answer(frames: Frames, *, brief: bool = False) -> str:
     elif rows.empty:
         text = _describe_single(frames, timed)
     else:
-        text = recommendation.format_recommendation(rows)
+        text = recommendation.format_recommendation(rows, timed["model"].nunique())
     slow = int(table["cpu"].sum())
     return (
         f"{text} {format_capitalized(format_count(slow, 'point'))} ran on a CPU, so their times do not reflect GPU performance."
@@ -326,14 +328,17 @@ def _describe_imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -
     layouts = load_labels.list_unique(theirs["layout"])
     nothing = "so no layout can be recommended"
     if len(compared):
-        text = f"{text}. By these, {recommendation.format_advice(compared)}."
+        text = f"{text}. By these, {recommendation.format_advice(compared, theirs['model'].nunique())}."
     elif layouts == [UNKNOWN_LAYOUT]:
         text = f"{text}. They do not say which layout ran, {nothing}."
     elif len(layouts) == 1:
         text = f"{text}. They are of one layout, {nothing}."
     else:
         text = f"{text}. {format_capitalized(_explain_not_compared(frames, layouts))}, {nothing}."
-    return f"{text} Of dcpbench's own points: {recommendation.format_recommendation(ours)}" if len(ours) else text
+    if ours.empty:
+        return text
+    models = table["model"][~table["origin"].map(is_imported_origin).astype(bool)].nunique()
+    return f"{text} Of dcpbench's own points: {recommendation.format_recommendation(ours, models)}"
 
 
 def format_bullets(frames: Frames) -> list[str]:
@@ -361,7 +366,7 @@ def _describe_dcp_gain(frames: Frames) -> str:
     if known.empty:
         return ""
     paying = known[known["verdict"].isin(findings.PAYS)]
-    loads, paid = (table.drop_duplicates(findings.LOAD).shape[0] for table in (known, paying))
+    loads, paid = (len(table.drop_duplicates([*findings.LOAD, *findings.BEST_OF])) for table in (known, paying))
     within = " within the SLO" if known["slo_excess"].notna().any() else ""
     many = "the one load compared" if loads == 1 else f"{f'{paid:,}' if paid else 'none'} of {loads:,} loads"
     dcp = "is DCP" if not paid and loads > 1 else "DCP is" if paid else "DCP is not"

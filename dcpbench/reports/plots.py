@@ -27,7 +27,7 @@ from dcpbench.reports import (
 from dcpbench.show.figure_style import apply_style, save_figure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import pandas as pd
@@ -69,12 +69,23 @@ def draw_all(
     if read.everything.empty:
         return []
     formats = (*FORMATS, "pdf") if pdf else FORMATS
-    look = style.Style.from_points(read.everything)
-    all_of_them = _draw_figures(read, FigureWriter(folder, look, drawn=False, formats=formats))
+    looks = assign_looks(read)
+    all_of_them = _draw_figures(read, FigureWriter(folder, looks, drawn=False, formats=formats))
     if not drawn:
         return all_of_them
     folder.mkdir(parents=True, exist_ok=True)
-    return _draw_figures(read, FigureWriter(folder, look, formats=formats, of=len(all_of_them), watch=watch))
+    return _draw_figures(read, FigureWriter(folder, looks, formats=formats, of=len(all_of_them), watch=watch))
+
+
+def assign_looks(read: Frames) -> dict[bool, style.Style]:
+    """Return the style of figures of `decode` (True) and of served points (False), which have lines of their own."""
+    whole = style.Style.from_points(read.everything)
+    looks = {}
+    for decode, table in ((True, read.points), (False, read.served)):
+        known = table[table["output_tok_s"].notna()] if len(table) else table
+        lines = style.Style.from_points(known).lines if len(known) else whole.lines
+        looks[decode] = dataclasses.replace(whole, lines=lines)
+    return looks
 
 
 def _draw_figures(read: Frames, studio: FigureWriter) -> list[Picture]:
@@ -129,7 +140,6 @@ def _draw_lines(points: pd.DataFrame, studio: FigureWriter) -> None:
     known = points if points.empty else points[points["output_tok_s"].notna()]
     if known.empty:
         return
-    studio.look = dataclasses.replace(studio.look, lines=style.Style.from_points(known).lines)
     along = known[known["load_arrival"].isin(figures.AXIS_OF_ARRIVAL)]
     shown = along[along["model"].isin(find_most_frequent(along, "model", MAX_MODELS))]
     for (mode, model, _), found in shown.groupby(["mode", "model", "load_arrival"], sort=False):
@@ -220,10 +230,10 @@ def _select_sides(found: pd.DataFrame) -> pd.DataFrame:
 
 @dataclasses.dataclass
 class FigureWriter:
-    """Draw figures into a folder in one style, and keep a list of them."""
+    """Draw figures into a folder, and keep a list of them."""
 
     folder: Path
-    look: style.Style
+    looks: Mapping[bool, style.Style]  # style of figures of `decode` (True), and of served points
     drawn: bool = True
     formats: tuple[str, ...] = FORMATS
     of: int = 0  # total number of figures
@@ -244,7 +254,7 @@ class FigureWriter:
     def write_figure(self, path: Path, title: str, points: pd.DataFrame, draw: Draw) -> None:
         """Write a figure in all formats."""
         with apply_style():
-            save_figure(draw(points, self.look, title), path, *self.formats)
+            save_figure(draw(points, self.looks[points["mode"].iloc[0] == "decode"], title), path, *self.formats)
 
     def _make_name(self, subject: str, mode: str, points: pd.DataFrame) -> str:
         """Return a unique file name of plain letters for any model name."""
@@ -252,7 +262,7 @@ class FigureWriter:
         parts += [points["load_arrival"].iloc[0]] if mode and subject not in (BREAK_EVEN, OVERVIEW) else []
         kind = "-".join(parts)
         model = "all" if subject in (BREAK_EVEN, OVERVIEW) else points["model"].iloc[0]
-        run = points["run"].iloc[:1] if subject in (PHASES, KV) and len(self.look.runs) > 1 else ()
+        run = points["run"].iloc[:1] if subject in (PHASES, KV) and len(self.looks[True].runs) > 1 else ()
         name = "-".join(
             re.sub(r"[^A-Za-z0-9_]+", "-", str(part)).strip("-")[:40] or "unnamed" for part in (kind, model, *run)
         )

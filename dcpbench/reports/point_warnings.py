@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.points.names import REPLAY
+from dcpbench.records.record import WRONG_RESULTS
 from dcpbench.reports.load_labels import FEW_SAMPLES
 from dcpbench.show.numbers import is_missing
 from dcpbench.show.text import format_count, format_list
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 THROTTLED = "throttled"
-STAY = ("cpu", "graph_differs", "inaccurate")  # shown at every number, so that readers of a single one see them
+STAY = ("cpu", *WRONG_RESULTS)  # shown at every number, so that readers of a single one see them
 REASONS = {  # text for each cause of lowered clocks
     "sw_power_cap": "the power limit",
     "hw_slowdown": "the hardware's slowdown",
@@ -66,14 +67,24 @@ def summarize_warnings(points: pd.DataFrame, most: int) -> str:
     return ", ".join(counts) + (" and others" if len(set(names)) > most else "")
 
 
-def find_throttled(points: pd.DataFrame) -> pd.Series[bool]:
-    """Return a mask of the points with lowered clocks, in their own measurement or in the step times of their replay."""
-    return has_warning(points, THROTTLED)
-
-
 def has_warning(points: pd.DataFrame, warning: str) -> pd.Series[bool]:
     """Return a mask of the points that have a warning."""
     return points["warnings"].map(lambda warnings: warning in warnings).astype(bool)
+
+
+def find_wrong(points: pd.DataFrame) -> pd.Series[bool]:
+    """Return a mask of the points that computed wrong results, of which the speed counts for nothing."""
+    return points["warnings"].map(lambda warnings: not set(WRONG_RESULTS).isdisjoint(warnings)).astype(bool)
+
+
+def describe_wrong(points: pd.DataFrame) -> str:
+    """Return `2 of 12 points computed wrong results (graph_differs) and are not compared`; empty if there are none."""
+    wrong = points[find_wrong(points)] if len(points) else points
+    if wrong.empty:
+        return ""
+    names = sorted({name for warnings in wrong["warnings"] for name in warnings if name in WRONG_RESULTS})
+    many = f"{len(wrong):,} of {format_count(len(points), 'point')}"
+    return f"{many} computed wrong results ({format_list(names)}) and {'is' if len(wrong) == 1 else 'are'} not compared"
 
 
 def describe_clocks(points: pd.DataFrame) -> str:
@@ -81,7 +92,7 @@ def describe_clocks(points: pd.DataFrame) -> str:
 
     Example: `by the power limit: lowest SM clock 0.8–27 % below the highest, 1,455 of 1,980 MHz`.
     """
-    slowed = points[find_throttled(points)]
+    slowed = points[has_warning(points, THROTTLED)]
     if slowed.empty:
         return ""
     known = slowed[slowed["clock_fall"].notna()]

@@ -36,10 +36,13 @@ NEEDED = (  # columns of `Findings.against_others` that a rule needs, in additio
 )
 
 
-def format_recommendation(rows: pd.DataFrame) -> str:
-    """Return the first sentence: the GPUs, the conditions, which layout to use from which load on, and its lead."""
+def format_recommendation(rows: pd.DataFrame, models: int) -> str:
+    """Return the first sentence: the GPUs, the conditions, which layout to use from which load on, and its lead.
+
+    `models` is the number of models in the report; if no two layouts of some were compared, the others are named.
+    """
     machines = [own for _, own in rows.groupby([rows["device"].map(str), "gpus"], sort=False)]
-    clauses = [f"{format_conditions(own)}{format_advice(own)}" for own in machines[:MAX_RULES]]
+    clauses = [f"{format_conditions(own)}{format_advice(own, models)}" for own in machines[:MAX_RULES]]
     more = len(machines) - len(clauses)
     return (
         f"{format_capitalized('; '.join(clauses))}{f'; {more:,} more numbers of GPUs are below' if more > 0 else ''}."
@@ -97,15 +100,20 @@ def format_no_fit_notes(rows: pd.DataFrame) -> list[str]:
     return notes
 
 
-def format_advice(rows: pd.DataFrame) -> str:
-    """Return `take tp4 up to …, and tp4·dp4 from … on: …`, for each model separately if no single rule holds for all."""
+def format_advice(rows: pd.DataFrame, models: int) -> str:
+    """Return `take tp4 up to …, and tp4·dp4 from … on: …`, for each model separately if no single rule holds for all.
+
+    Models are named if these are not all of the `models` in the report.
+    """
     rows = rows[list(dict.fromkeys([*findings.RIVAL_OF, *NEEDED]))]
     rule = find_rule(rows)
-    if rule.share >= ENOUGH or len(set(rows["model"])) == 1:
-        return rule.format_sentence()
-    models = [(str(name), own) for name, own in rows.groupby("model", sort=False)]
-    clauses = [f"for {get_title(name)}, {find_rule(own).format_sentence()}" for name, own in models[:MAX_RULES]]
-    more = len(models) - len(clauses)
+    compared = list_unique(rows["model"])
+    if rule.share >= ENOUGH or len(compared) == 1:
+        named = "" if len(compared) == models else f"for {format_list([get_title(name) for name in compared])}, "
+        return f"{named}{rule.format_sentence()}"
+    own = [(str(name), group) for name, group in rows.groupby("model", sort=False)]
+    clauses = [f"for {get_title(name)}, {find_rule(group).format_sentence()}" for name, group in own[:MAX_RULES]]
+    more = len(own) - len(clauses)
     return "; ".join(clauses) + (f"; {more:,} more models are below" if more > 0 else "")
 
 
@@ -314,11 +322,12 @@ def format_taken(names: Sequence[str], level: str = "level") -> str:
 
 def _format_taken_at(loads: pd.DataFrame, who: str) -> str:
     """Return a layout and all that are level with it; a layout has its variant if that is the same in all loads."""
-    named = []
-    for name in _list_level_layouts(loads, who):
+    named, names = [], _list_level_layouts(loads, who)
+    for name in names:
         variants = list_unique(loads[loads["who"] == name]["named"])
         named.append(variants[0] if len(variants) == 1 else name)
-    return format_taken(named, launch_bands.NOT_DISTINGUISHABLE if launch_bands.has_single_launches(loads) else "level")
+    own = loads[loads["who"].isin(names)]
+    return format_taken(named, launch_bands.format_level(own, own["place"]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ MAX_NAMED_LOADS = 8  # maximum number of loads named per layout that misses the 
 KINDS = {CLOSED: "closed loop", GAMMA: "open loop", TRACE: TRACE_TIMES}
 LOADS = {CLOSED: "conc.", GAMMA: "req/s"}
 SCATTER = (
-    "scatter: half of the 95 % interval of the median within one launch. Another launch differs by more, with dcpbench's own engine by up "
+    "scatter: longer side of the 95 % interval of the median within one launch, or of all repeats. Another launch differs by more, with dcpbench's own engine by up "
     f"to {REPEATS_AGREE_WITHIN * 100:g} %; `dcpbench compare` measures it from four launches of each side."
 )
 SERVED_OUTPUT = "tok/s: output of all requests over the whole load, with prefills. ITL ms: median gap between two tokens of one request."

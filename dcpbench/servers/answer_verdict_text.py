@@ -156,7 +156,8 @@ def _format_setting(result: SettingResult) -> list[str]:
 
 def _format_agreement(result: SettingResult, judgement: Judgement) -> str:
     """Return what was compared without a difference."""
-    batches = _format_values([str(n) for n in sorted({c.cell.batch for c in judgement.counts})])
+    sizes = sorted({c.cell.batch for c in judgement.counts})
+    batches = f"batch size{'s' if len(sizes) > 1 else ''} {_format_values([str(n) for n in sizes])}"
     what = f"Its answers equal those of {result.reference}" if result.reference else "Its answers repeat"
     ties, outliers = (sum(getattr(c, name) for c in judgement.counts) for name in ("near_ties", "outliers"))
     further = f" and {format_count(outliers, 'outlier')}" if outliers else ""
@@ -166,7 +167,7 @@ def _format_agreement(result: SettingResult, judgement: Judgement) -> str:
         if first == last
         else f"{len(result.lengths):,} lengths of prompts from {first:,} to {last:,} tokens"
     )
-    return f"{what}, apart from rounding, at {lengths} and batch sizes {batches}; {format_count(ties, 'near-tie')}{further}."
+    return f"{what}, apart from rounding, at {lengths} and {batches}; {format_count(ties, 'near-tie')}{further}."
 
 
 def _format_hits(result: SettingResult) -> str:

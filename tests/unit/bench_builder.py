@@ -13,8 +13,8 @@ def timing(us: float) -> Timing:
 def result(variant: str, *, requests: int = 16, us: float | None = None, **fields) -> Result:
     """Return a correct result, timed in a CUDA graph if `us` is given."""
     return Result(
-        case=Case(variant=variant, sizes={"heads": 128, "requests": requests, "dcp": 8}, calls=61),
         **{
+            "case": Case(variant=variant, sizes={"heads": 128, "requests": requests, "dcp": 8}, calls=61),
             "correct": True,
             "graph": Graph(time=timing(us), correct=True) if us else None,
             "work": OperatorCost(memory_bytes=1000 * requests),

@@ -3,10 +3,12 @@
 import io
 
 import msgspec
+import pytest
 from rich.console import Console
 
-from dcpbench.bench.bench_record import BenchRecord
-from dcpbench.bench.shown.bench_findings import describe_findings, format_warnings
+from dcpbench.bench.bench_record import BenchRecord, Case
+from dcpbench.bench.shown import pictures
+from dcpbench.bench.shown.bench_findings import compute_share, compute_speed_up, describe_findings, format_warnings
 from dcpbench.bench.shown.bench_table import format_legend, make_table
 from dcpbench.bench.shown.pictures import write_picture
 from tests.unit.bench_builder import record, result
@@ -72,8 +74,40 @@ class TestTable:
     def test_wrong_result_is_marked_in_the_table(self):
         assert "WRONG" in render_table(record(result("pack", correct=False)))
 
+    def test_wrong_result_has_no_share_of_the_limit_and_no_speed_up(self):
+        """The call did nothing: 0.5 µs, while the machine needs 50 µs."""
+        wrong = result("symm", us=0.5, correct=False, floor_us=50.0)
+        right = result("ag_rs", us=100.0, floor_us=50.0)
+        assert compute_share(wrong) is None
+        assert compute_share(right) == 0.5
+        assert compute_speed_up(wrong, "ag_rs", [wrong, right]) is None
+
 
 class TestPicture:
+    @pytest.fixture
+    def saved(self, monkeypatch):
+        """Return the list of figures that are saved."""
+        figures = []
+        monkeypatch.setattr(pictures, "save_figure", lambda figure, *_: figures.append(figure))
+        return figures
+
+    def test_wrong_results_are_not_drawn(self, saved, tmp_path):
+        results = [result("pack", us=50.0, requests=n, correct=n > 1) for n in (1, 9, 20)]
+        write_picture(record(*results), tmp_path / "bench.png")
+        assert len(saved[0].axes[0].get_lines()[0].get_xdata()) == 2
+
+    def test_more_variants_than_colours_look_different(self, saved, tmp_path):
+        results = [result(f"variant-{i}", us=50.0) for i in range(9)]
+        write_picture(record(*results), tmp_path / "bench.png")
+        handles = saved[0].legends[0].legend_handles
+        assert len({(h.get_color(), h.get_marker(), h.get_linestyle()) for h in handles}) == 9
+
+    def test_rows_of_a_linear_layer_are_points_of_one_line(self, saved, tmp_path):
+        cases = [Case(variant="triton", sizes={"layer": "o", "rows": n}, calls=61) for n in (1, 9)]
+        results = [result("triton", us=50.0, case=case) for case in cases]
+        write_picture(msgspec.structs.replace(record(*results), bench="linear"), tmp_path / "bench.png")
+        assert len(saved[0].axes) == 1
+
     def test_picture_is_a_png(self, tmp_path):
         results = [result(name, us=50.0, requests=n) for name in ("pack", "combine") for n in (1, 9)]
         write_picture(record(*results), tmp_path / "bench.png")

@@ -524,6 +524,15 @@ def test_calibrate_rejects_benches_of_different_gpus(tmp_path: Path) -> None:
         calibration.collect_samples(calibration.read_records([tmp_path]))
 
 
+def test_calibrate_leaves_out_wrong_results(tmp_path: Path) -> None:
+    record = json.loads((BENCHES[0] / "bench-collectives.json").read_text())
+    right = calibration.collect_samples(calibration.read_records([BENCHES[0]]))
+    for result in record["results"]:
+        result["correct"] = result["case"]["variant"] != "all-gather"
+    (tmp_path / "bench-collectives.json").write_text(json.dumps(record))
+    assert right.keys() - calibration.collect_samples(calibration.read_records([tmp_path])).keys() == {"all-gather"}
+
+
 def test_machines_command_lists_built_in_machines(capsys: pytest.CaptureFixture[str]) -> None:
     """Print the list as text and as JSON."""
     code, printed, _ = run(capsys, "machines")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -705,3 +706,38 @@ def test_index_states_how_many_layers_were_held_and_reused(tmp_path: Path) -> No
     assert index["lines"]["runs"] == [2]
     ends = [headline.rpartition(", ")[2] for headline in index["runs"]["headline"]]
     assert ends == [f"{NO_FIT}: {held} of 61 layers held and reused" for held in (19, 14)]
+
+
+def test_wrong_results_are_marked_and_never_in_a_headline(tmp_path: Path) -> None:
+    """The wrong point has the highest output of its run."""
+    slow, fast = (record_builder.point(layout) for layout in (Layout(4), Layout(4, 1, 4)))
+    right = record_builder.ok(slow, median_ms=40.0)
+    wrong = record_builder.ok(fast, median_ms=20.0, warnings=["graph_differs"])
+    for name, records in (("both", [right, wrong]), ("wrong", [wrong])):
+        record_builder.write(tmp_path / "runs" / name, records)
+    runs = {run.name: run for run in discovery.load_runs(tmp_path / "runs", {}, lambda _: None).runs}
+    assert "kimi-k2 tp4," in runs["both"].headline
+    assert runs["wrong"].headline == "all results are wrong"
+    assert [entry.wrong for entry in runs["wrong"].entries.values()] == ["graph_differs"]
+
+
+def test_headline_states_that_a_point_is_emulated(tmp_path: Path) -> None:
+    record_builder.write(tmp_path / "run", [record_builder.ok(record_builder.point(Layout(4), emulate="H200"))])
+    (run,) = discovery.load_runs(tmp_path, {}, lambda _: None).runs
+    assert "emulated on H200" in run.headline
+
+
+def test_folders_that_cannot_be_read_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("closed", "open"):
+        record_builder.write(tmp_path / name, [record_builder.ok(record_builder.point(Layout(4)))])
+    scan = os.scandir
+
+    def refuse(folder: str) -> Any:
+        if str(folder).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    found = discovery.load_runs(tmp_path, {}, lambda _: None)
+    assert [run.name for run in found.runs] == ["open"]
+    assert found.skipped == [f"{tmp_path / 'closed'}: its runs are left out (Permission denied)"]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 from dcpbench.imports import Overrides, import_files
 from dcpbench.points.layout import Layout
@@ -14,6 +15,7 @@ from dcpbench.records.formulas import compute_decode_metrics
 from dcpbench.records.metrics import PERCENTILES
 from dcpbench.reports import dataframes, figures, overview, plots
 from dcpbench.reports.style import Style
+from dcpbench.show.figure_style import set_measured_ticks
 from dcpbench.show.layouts import Degrees, get_colours
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder as build
@@ -22,8 +24,6 @@ from tests.unit import serve_record_builder as serve
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from matplotlib.figure import Figure
 
 TP, DCP = Layout(4), Layout(4, 1, 4)
 LONG = {"gpu_memory_utilization": 0.95, "max_num_batched_tokens": 2048}
@@ -245,3 +245,49 @@ def test_panel_titles_mark_the_name_of_the_run() -> None:
     points = pd.DataFrame({"model": ["deepseek-v3", "deepseek-v3"], "run": runs, "run_label": labels})
     assert figures.get_sides(points).tolist() == ["deepseek-v3, run deepseek-v3", "deepseek-v3, run b"]
     assert figures.get_sides(points[:1]).tolist() == ["deepseek-v3"]
+
+
+def test_break_even_distinguishes_exchanges_next_to_served_points_without_them(tmp_path: Path) -> None:
+    decode = [build.ok(build.point(TP))]
+    decode += [build.ok(build.point(DCP, exchange=name)) for name in ("ag_rs", "symm")]
+    served = [serve.served(serve.point(layout, exchange="none")) for layout in (TP, DCP)]
+    read = dataframes.load_frames([build.write(tmp_path / "run", [*decode, *served])])
+    figure = figures.draw_break_even(read.findings.ratios.query("mode == 'decode'"), plots.assign_looks(read)[True], "")
+    shown, legend = list_looks(figure)
+    assert len(shown) == 2
+    assert shown <= legend
+
+
+def test_ticks_of_request_rates_keep_their_decimals() -> None:
+    ax = Figure().subplots()
+    set_measured_ticks(ax, [0.5, 2.5, 4])
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["0.5", "2.5", "4"]
+
+
+def test_panel_without_a_comparison_states_that(tmp_path: Path) -> None:
+    """At context 32,000 only kimi-k2 ran with two layouts."""
+    ran = [("kimi-k2", 4000), ("kimi-k2", 32000), ("deepseek-v3", 4000)]
+    found = [build.ok(build.point(layout, model=m, context=c)) for m, c in ran for layout in (TP, DCP)]
+    read = dataframes.load_frames([build.write(tmp_path / "run", found)])
+    rows = read.findings.against_others
+    figure = figures.draw_overview(rows, Style.from_points(rows), "", overview.select_rejected_for_memory(read))
+    empty = [ax for ax in figure.axes if any(text.get_text() == "fewer than two layouts" for text in ax.texts)]
+    assert [ax.get_title().replace("\n", " ") for ax in empty] == ["deepseek-v3, context 32,000"]
+
+
+def test_overview_has_a_panel_for_each_precision(tmp_path: Path) -> None:
+    """Otherwise a layout's line would join points that are not compared."""
+    found = [
+        build.ok(build.point(layout, concurrency=n, kv_dtype=kv))
+        for kv in ("bf16", "fp8")
+        for n in (8, 32)
+        for layout in (TP, DCP)
+    ]
+    read = dataframes.load_frames([build.write(tmp_path / "run", found)])
+    rows = read.findings.against_others
+    figure = figures.draw_overview(rows, Style.from_points(rows), "", overview.select_rejected_for_memory(read))
+    titles = [" ".join(ax.get_title().split()) for ax in figure.axes]
+    assert titles == [
+        "kimi-k2, context 4,000 · bfloat16 weights, bf16 KV",
+        "kimi-k2, context 4,000 · bfloat16 weights, fp8 KV",
+    ]

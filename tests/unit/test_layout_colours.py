@@ -226,6 +226,6 @@ def test_figure_grows_with_each_legend_line_after_the_fourth(names: int, extra_l
 def test_file_name_of_a_figure_contains_the_run_if_there_are_several(
     runs: list[str], name: str, tmp_path: Path
 ) -> None:
-    studio = plots.FigureWriter(tmp_path, Style([("tp4", "")], runs), drawn=False)
+    studio = plots.FigureWriter(tmp_path, {True: Style([("tp4", "")], runs)}, drawn=False)
     points = pd.DataFrame({"model": ["kimi-k2"], "run": [runs[-1]], "load_arrival": ["closed"]})
     assert studio._make_name(plots.PHASES, "", points) == name

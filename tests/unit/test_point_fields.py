@@ -226,7 +226,7 @@ class TestComparisons:
         alone, split = served(serve.point(Layout(8)), **setting), served(serve.point(DCP))
         assert self.get_verdict(as_repeats(tmp_path / "baseline", alone, split)) == "no baseline"
         read = as_repeats(tmp_path / "rivals", alone, split)
-        assert findings.find_best_per_load(findings.select_rivals(read)).empty
+        assert findings.find_best_per_load(findings.select_timed(read.everything)).empty
         replay = served(changed(split.point, "mode"), **setting)
         assert findings.compare_replay_with_live(as_repeats(tmp_path / "replay", split, replay).served).empty
         again = msgspec.structs.replace(split, measured_with=split.measured_with | setting, started_at="later")

@@ -457,7 +457,6 @@ def test_report_computes_each_finding_once(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(findings, name, lambda points: (calls.append(name), original(points))[1])
 
     names = [
-        "select_rivals",
         "find_best_per_load",
         "find_best_per_request_length",
         "compare_dcp_with_baseline",

@@ -128,7 +128,7 @@ class TestSlo:
     def test_best_is_the_highest_throughput_without_slo(self, tmp_path: Path) -> None:
         found = read(tmp_path, step(build.point(TP), 10), step(build.point(DCP), 20))
         assert answer.format_top_sentences(found)[0].startswith("No SLO was given")
-        assert findings.find_best_per_load(findings.select_rivals(found))["label"].tolist() == ["tp4"]
+        assert findings.find_best_per_load(findings.select_timed(found.everything))["label"].tolist() == ["tp4"]
 
     def test_best_is_the_fastest_point_that_meets_the_slo(self, tmp_path: Path) -> None:
         """tp4 gives 200 tok/s with gaps of 60 ms, tp4·dcp4 100 tok/s with 50 ms; at 55 ms only the slower one meets the
@@ -140,7 +140,7 @@ class TestSlo:
             served(other, 100, {"p50": 9, "p99": 9}, {"p50": 50, "p99": 50}),
         ]
         found = read(tmp_path, *records, slo={"itl": 55.0})
-        (row,) = findings.find_best_per_load(findings.select_rivals(found)).to_dict("records")
+        (row,) = findings.find_best_per_load(findings.select_timed(found.everything)).to_dict("records")
         assert (row["label"], row["meets"]) == ("tp4·dcp4", True)
         assert found.served.set_index("label")["slo_result"].to_dict() == {
             "tp4": "misses: ITL p99 60.0 ms",
@@ -434,7 +434,7 @@ class TestPays:
     def test_faster_layout_that_misses_the_slo_is_no_rival(self, tmp_path: Path) -> None:
         """120 / 100 tok/s of tp4 is 1.2; tp4·dp4·ep4 has 300 tok/s, but misses the SLO."""
         found = self.read(tmp_path, {TP: 100, DCP: 120, DP: 300}, late=(DP,))
-        (row,) = findings.compare_dcp_with_best(findings.select_rivals(found)).to_dict("records")
+        (row,) = findings.compare_dcp_with_best(findings.select_timed(found.everything)).to_dict("records")
         assert (row["rival"], row["ratio"], row["verdict"]) == ("tp4", 1.2, "higher")
         assert "(tp4·dcp4 1.20× there)" in get_sentence(found, "DCP pays, in output tok/s over tp4")
 
@@ -443,7 +443,7 @@ class TestPays:
         points = [(serve.point(TP), 100), (serve.point(DCP), 150), (serve.point(Layout(8)), 400)]
         points.append((serve.point(DP, dtype="fp8"), 400))
         found = read(tmp_path, *(served(p, rate, {}, {}) for p, rate in points))
-        (row,) = findings.compare_dcp_with_best(findings.select_rivals(found)).to_dict("records")
+        (row,) = findings.compare_dcp_with_best(findings.select_timed(found.everything)).to_dict("records")
         assert (row["rival"], row["ratio"], row["verdict"]) == ("tp4 (bfloat16)", 1.5, "higher")
 
     def test_points_without_rivals_are_not_counted(self, tmp_path: Path) -> None:
@@ -519,7 +519,7 @@ class TestOpening:
         assert slow.load
         replay = msgspec.structs.replace(slow, load=msgspec.structs.replace(slow.load, mode="replay"))
         records = [served(p, rate, {}, {}) for p, rate in ((live, 100), (slow, 90), (replay, 300))]
-        best = findings.find_best_per_load(findings.select_rivals(read(tmp_path, *records)))
+        best = findings.find_best_per_load(findings.select_timed(read(tmp_path, *records).everything))
         assert best[["mode", "label"]].to_numpy().tolist() == [["live", "tp4"]]
 
 

@@ -204,3 +204,10 @@ def test_metrics_of_floors_are_read_from_a_record():
 
 def test_rates_and_floor_survive_encoding():
     assert msgspec.json.decode(msgspec.json.encode(FAR), type=Record) == FAR
+
+
+def test_losses_are_unknown_if_floors_of_phases_do_not_add_up(tmp_path):
+    """A server has other phases: only 18 of 62.5 ms belong to one of them."""
+    frames = read(tmp_path, floored(attention=18_000.0))
+    assert floors.list_losses(frames.points.to_dict("records")[0]) == []
+    assert floors.format_decode_sentences(frames.points)[0].endswith("minimum 62.5).")

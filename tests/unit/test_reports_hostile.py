@@ -343,7 +343,7 @@ def test_table_of_thousands_of_reasons_is_truncated(tmp_path: Path) -> None:
     failed = (build.failed(build.point(TP, context=i), f"reason {i}") for i in range(1, 2_100))
     built = sections.build_sections(dataframes.load_frames([build.write(tmp_path / "run", failed)]), [])
     assert max(len(table.rows) for section in built for table in section.tables) == MAX_ROWS
-    assert not findings.select_rivals(dataframes.load_frames([tmp_path / "run"])).size
+    assert not findings.select_timed(dataframes.load_frames([tmp_path / "run"]).everything).size
 
 
 def test_run_with_too_many_points_is_refused_with_a_suggestion(tmp_path: Path, monkeypatch) -> None:

@@ -68,6 +68,12 @@ class TestBands:
             [456 / 430 - 1] * len(report.served), rel=1e-3
         )
 
+    def test_band_of_a_single_pair_is_at_least_that_of_dcpbench(self, tmp_path: Path) -> None:
+        """430 and 430.4 tok/s are 0.1 %: the next launch may still differ by 2 %."""
+        report = read(tmp_path, [point(TP, 430), point(DCP, 436)], [point(TP, 430.4, launch=2)])
+        assert set(report.served[launch_bands.COLUMN]) == {0.02}
+        assert report.findings.best["clear"].tolist() == [False]
+
     def test_copies_and_repeats_within_a_run_are_no_launches(self, tmp_path: Path) -> None:
         one = point(TP, 430)
         again = msgspec.structs.replace(point(TP, 456, launch=2), point=msgspec.structs.replace(one.point, repeat=1))

@@ -84,7 +84,7 @@ def test_report_has_the_figure_only_with_several_routings(skewed: dataframes.Fra
 
 def test_bars_of_phases_have_a_panel_for_each_routing(skewed: dataframes.Frames) -> None:
     axes = figures.draw_phases(skewed.points, Style.from_points(skewed.points), "title").axes
-    assert [ax.get_title() for ax in axes] == [
+    assert [ax.get_title().replace("\n", " ") for ax in axes] == [
         "context 4,000",
         "context 4,000 · counts.json#0123abcd routing",
         "context 4,000 · zipf:1 routing",

@@ -53,7 +53,7 @@ def loaded(tmp_path: Path, *records: Record, slo: dict[str, float] | None = None
 
 def describe(tmp_path: Path, *records: Record, **options: Any) -> str:
     """Return the sentence about stalls."""
-    return stalls.describe_stalls(findings.select_rivals(loaded(tmp_path, *records, **options)))
+    return stalls.describe_stalls(findings.select_timed(loaded(tmp_path, *records, **options).everything))
 
 
 class TestSentence:

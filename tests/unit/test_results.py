@@ -90,7 +90,7 @@ def test_dcp_pays_in_loads_in_which_every_best_layout_has_dcp(
     """
     monkeypatch.chdir(RESULTS / folder)
     runs, _, options = parse_command(command)
-    points = findings.select_rivals(dataframes.load_frames(runs, **options))
+    points = findings.select_timed(dataframes.load_frames(runs, **options).everything)
     against = findings.compare_dcp_with_best(points)
     compared = against[~against["verdict"].isin(["no rival", "alone"])]
     pays = set(compared[compared["verdict"] == "higher"]["same_load"])
@@ -105,6 +105,6 @@ def test_dcp_pays_in_none_of_84_break_even_loads_within_slo(monkeypatch: pytest.
     (folder, command) = next(line for line in LINES if "break-even" in line[1])
     monkeypatch.chdir(RESULTS / folder)
     runs, _, options = parse_command(command)
-    against = findings.compare_dcp_with_best(findings.select_rivals(dataframes.load_frames(runs, **options)))
+    against = findings.compare_dcp_with_best(findings.select_timed(dataframes.load_frames(runs, **options).everything))
     assert len(against.drop_duplicates(["model", "same_load"])) == 84
     assert not set(against["verdict"]) & {"higher", "alone"}

@@ -55,18 +55,23 @@ def get_gpu_time(r: Result) -> Timing | None:
     return r.graph.time if r.graph and r.graph.time else r.time
 
 
+def is_right(r: Result) -> bool:
+    """Return True if a case ran without a wrong result, of which the time counts for nothing."""
+    return r.outcome == "ok" and r.correct is not False
+
+
 def compute_share(r: Result) -> float | None:
-    """Return the minimum time of a call on this machine as a share of its measured time."""
+    """Return the minimum time of a call on this machine as a share of its measured time; None for a wrong result."""
     time = get_gpu_time(r)
-    return r.floor_us / time.median_us if time and r.floor_us else None
+    return r.floor_us / time.median_us if time and r.floor_us and is_right(r) else None
 
 
 def compute_speed_up(r: Result, baseline: str, results: Sequence[Result]) -> float | None:
-    """Return the speed-up over `baseline` at the same sizes."""
-    if r.case.variant not in COMPARABLE.get(baseline, (r.case.variant,)):
+    """Return the speed-up over `baseline` at the same sizes; None if either has a wrong result."""
+    if r.case.variant not in COMPARABLE.get(baseline, (r.case.variant,)) or not is_right(r):
         return None
     mine = get_gpu_time(r)
-    same = (o for o in results if o.case.variant == baseline and o.case.sizes == r.case.sizes)
+    same = (o for o in results if o.case.variant == baseline and o.case.sizes == r.case.sizes and is_right(o))
     theirs = next((t for o in same if (t := get_gpu_time(o))), None)
     return theirs.median_us / mine.median_us if mine and theirs else None
 

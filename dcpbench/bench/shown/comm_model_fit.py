@@ -63,7 +63,7 @@ def write_picture(calls: Sequence[Call], path: Path, title: str) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator
 
-    from dcpbench.show.figure_style import COLOURS, MARKERS, apply_style, choose_columns, save_figure
+    from dcpbench.show.figure_style import COLOURS, MARKERS, apply_style, choose_columns, save_figure, set_headline
 
     columns = choose_columns(len(calls))
     rows = -(-len(calls) // columns)
@@ -73,7 +73,7 @@ def write_picture(calls: Sequence[Call], path: Path, title: str) -> None:
     }
     with apply_style():
         figure = Figure((3.6 * columns, 2.7 * rows + 0.6), layout="constrained")
-        figure.suptitle(title, fontsize=11)
+        set_headline(figure, title)
         for place, call in enumerate(calls, 1):
             ax = figure.add_subplot(rows, columns, place)
             ax.set_title(call.name, loc="left")

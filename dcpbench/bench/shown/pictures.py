@@ -9,14 +9,16 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from dcpbench.bench.shown.bench_findings import get_gpu_time, group_results
+from dcpbench.bench.shown.bench_findings import get_gpu_time, group_results, is_right
 from dcpbench.points.roofline import get_flops_limit
 from dcpbench.show.figure_style import (
+    COLOURS,
     GREY,
     apply_style,
     choose_columns,
     draw_legend_below,
     get_colour,
+    get_line_style,
     get_marker,
     save_figure,
     set_axis_labels,
@@ -36,7 +38,10 @@ if TYPE_CHECKING:
 
     Draw = Callable[[Axes, str, list[Result]], None]
 
-ALONG = {"kv-gather": ("tokens", "buffer", "pool_bytes")}  # varies along a line; default `requests`; others make panels
+ALONG = {  # sizes that vary along a line; default `requests`; others make panels
+    "kv-gather": ("tokens", "buffer", "pool_bytes"),
+    "linear": ("rows",),
+}
 MAX_TICKS = 8
 WHAT = {  # label of the axis of each bench that is drawn over bytes
     "exchange": "bytes that a rank must receive",
@@ -86,7 +91,7 @@ def _draw_line(ax: Axes, points: Sequence[tuple[float, Timing]], **look: Any) ->
 
 def _plot_over_bytes(record: BenchRecord) -> Figure:
     """Draw time per call against bytes, both logarithmic, and the minimum time of this machine."""
-    timed = [r for r in record.results if r.outcome == "ok" and _get_time(r) and _get_bytes(r)]
+    timed = [r for r in record.results if is_right(r) and _get_time(r) and _get_bytes(r)]
     names, along = list(dict.fromkeys(map(_format_name, timed))), ALONG.get(record.bench, ("requests",))
     handles: dict[str, Line2D] = {}
 
@@ -99,7 +104,8 @@ def _plot_over_bytes(record: BenchRecord) -> Figure:
 
     figure = _draw_panels(group_results(timed, format_other_sizes), BYTES_PANEL, draw_panel)
     _draw_title(figure, record, ": time per call against bytes")
-    set_axis_labels(figure, WHAT[record.bench], "µs per eager call" if record.bench in ALONG else "µs per call")
+    eager = any("buffer" in r.case.sizes for r in timed)
+    set_axis_labels(figure, WHAT[record.bench], "µs per eager call" if eager else "µs per call")
     if handles:
         draw_legend_below(figure, list(handles.values()))
     return figure
@@ -111,7 +117,9 @@ def _draw_bytes(ax: Axes, results: Sequence[Result], names: Sequence[str]) -> di
         mine = sorted((r for r in results if _format_name(r) == name), key=_get_bytes)
         points = [(_get_bytes(r), t) for r in mine if (t := _get_time(r))]
         if points:
-            handles[name] = _draw_line(ax, points, markersize=5, color=get_colour(place), marker=get_marker(place))
+            look: dict[str, Any] = {"color": get_colour(place), "marker": get_marker(place)}
+            look["linestyle"] = get_line_style(place // len(COLOURS))  # else further variants would look like the first
+            handles[name] = _draw_line(ax, points, markersize=5, **look)
             handles[name].set_label(name)
     floors = sorted({(_get_bytes(r), r.floor_us) for r in results if r.floor_us})
     if floors:
@@ -152,7 +160,7 @@ def _format_name(r: Result) -> str:
 
 def _plot_roofline(record: BenchRecord) -> Figure:
     """Draw operations per second against operations per byte, a point for each timed result."""
-    timed = [r for r in record.results if r.outcome == "ok" and r.work and r.work.memory_bytes and get_gpu_time(r)]
+    timed = [r for r in record.results if is_right(r) and r.work and r.work.memory_bytes and get_gpu_time(r)]
     limits = {limit.name: limit.median for limit in record.limits}
     read = limits.get("read", 0.0)
     product = max((limits.get(get_flops_limit(r.work, limits), 0.0) for r in timed if r.work), default=0.0)

@@ -194,7 +194,10 @@ def _build_columns(table: pd.DataFrame, extras: list[ExtraValues], series: _Seri
             steps or tokens for steps, tokens in zip(get_column("samples"), get_column("itl_samples"), strict=True)
         ],
     }
-    found = {name: [_fit_cell(value) for value in values] for name, values in found.items()}
+    found = {
+        name: [format_brief(v, MAX_NAME_CHARS) if isinstance(v, str) else v for v in values]
+        for name, values in found.items()
+    }
     for field in FIELDS:
         name, scale = field["name"], METRIC[field["name"]].scale if field["name"] in METRIC else 1.0
         for end in ("", "_low", "_high") if field["range"] else ("",):
@@ -217,10 +220,6 @@ def _format_exchanges(table: pd.DataFrame, points: list[Point]) -> list[str]:
         for key, point in dict(zip(options, points, strict=True)).items()
     }
     return [labels[key] for key in options]
-
-
-def _fit_cell(value: Any) -> Any:  # noqa: ANN401 - whatever a table holds
-    return format_brief(value, MAX_NAME_CHARS) if isinstance(value, str) else value
 
 
 def _format_panels(table: pd.DataFrame, *, served: bool) -> list[str]:
