@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Rates, Record, StartPhase
     from dcpbench.workloads.session import Session
 
-INTERRUPTED = ExitCode.INTERRUPTED  # exit code of a rank that was interrupted, after writing its record
-
 
 class Worker:
     """Hold this rank's state through the points of a job."""
@@ -127,7 +125,7 @@ class Worker:
             )
             note = format_omitted_note(written)
         if record.outcome != "ok":
-            sys.exit(INTERRUPTED)  # on every rank: the run was ended
+            sys.exit(ExitCode.INTERRUPTED)  # on every rank: the run was ended
         self.write_progress("done", note=_format_numbers(record) + note)
 
     def run_serve(self, session: Session, point: Point) -> Record:

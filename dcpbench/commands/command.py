@@ -20,8 +20,7 @@ from typer.models import OptionInfo
 
 from dcpbench.commands import catalogue
 from dcpbench.commands.counterparts import make_counterpart_error
-from dcpbench.errors import UsageError
-from dcpbench.launch.stopping import INTERRUPTED
+from dcpbench.errors import ExitCode, UsageError
 from dcpbench.plan.command_line import hide_headers
 from dcpbench.plan.option_parsers import format_value
 from dcpbench.points.counts import parse_count, suggest_counts
@@ -263,6 +262,6 @@ def run_command(
     Raise KeyboardInterrupt if Ctrl-C ended it; Typer turns that into an exit code.
     """
     code = int(command.main(list(arguments), prog_name=prog_name, standalone_mode=False, obj=caller) or 0)
-    if code == INTERRUPTED:
+    if code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
     return code

@@ -12,7 +12,15 @@ import msgspec
 from dcpbench.commands import point_runner
 from dcpbench.launch import folders
 from dcpbench.plan import grid
-from dcpbench.plan.load_search import FoundLoad, MeasuredLoad, choose_next_load, get_load, make_layout_key
+from dcpbench.plan.load_search import (
+    FoundLoad,
+    MeasuredLoad,
+    choose_next_load,
+    get_load,
+    limit_clients,
+    make_layout_key,
+    set_load,
+)
 from dcpbench.points.budget import engine_values, is_same_engine
 from dcpbench.points.names import REPLAY
 from dcpbench.records.file import RecordFile
@@ -27,6 +35,7 @@ if TYPE_CHECKING:
     from dcpbench.commands.point_runner import WorkOff
     from dcpbench.launch.launcher import JobOptions
     from dcpbench.plan.load_search import LoadRange
+    from dcpbench.plan.serve_spec import ServeLoads
     from dcpbench.points.budget import EnginePlan
     from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Point
@@ -186,6 +195,28 @@ class LoadSearch:
             print_stderr(CPU_NOTE)
         bounds = f"{self.bounds.low:g} to {self.bounds.format(self.bounds.high)}"
         print_stderr(f"Searching from {bounds} for the highest load that meets the SLO. Output: {folder}")
+
+
+def make_search(
+    bounds: LoadRange | None,
+    loads: ServeLoads,
+    slo: Mapping[str, float],
+    expand: Callable[[ServeLoads, int], Sequence[grid.Candidate]],
+    *,
+    one_by_one: bool = False,
+) -> LoadSearch | None:
+    """Return the search for the highest load that meets the SLO; None without bounds.
+
+    `expand` returns the points of all layouts with these loads and repeats.
+    """
+    if bounds is None:
+        return None
+    limited = limit_clients(bounds, loads)
+
+    def expand_load(load: float) -> Sequence[grid.Candidate]:
+        return expand(set_load(loads, limited, load), limited.repeats)
+
+    return LoadSearch(bounds=limited, slo=slo, expand=expand_load, one_by_one=one_by_one)
 
 
 def _name_layouts(layouts: Mapping[str, Point]) -> dict[str, str]:

@@ -207,7 +207,7 @@ def _print_notes(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
     """Print notes about the options: unordered traces, and long live runs."""
     from dcpbench.points.names import LIVE
 
-    if run.caller.elsewhere is not None or (run.caller.part is not None and not run.dry_run):
+    if not run.prints_notes:
         return
     loads = cast("ServeLoads", spec.serve)
     print_load_notes(loads, spec.settings, cpu=probe.device == "cpu")

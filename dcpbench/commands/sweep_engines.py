@@ -90,7 +90,7 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
                     config=dataclasses.replace(config, traces=traces),
                     settings=options.settings,
                     folder=options.folder,
-                    limit_s=get_start_s(run.timeout),
+                    limit_s=get_start_s(run.limits),
                     measure_point=measure,
                 )
                 servers.measure(points, bar)
@@ -106,12 +106,12 @@ def _check_options(engines: Engines, given: Mapping[str, object], run: RunOnMach
     check_options(given, TAKEN, "--engine")
     if given.get("baseline"):
         raise UsageError("--baseline adds no layouts with --engine; name the degrees, for example --dcp 1,2.")
-    machine = {"--gpu": run.gpu, "--timeout point": run.timeout and run.timeout.point, "--nodes": run.nodes}
-    machine |= {"--timeout retries": (run.timeout and run.timeout.retries) or None}
+    machine = {"--gpu": run.gpu, "--timeout point": run.limits.point, "--nodes": run.nodes}
+    machine |= {"--timeout retries": run.limits.retries or None}
     if wrong := [name for name, value in machine.items() if value is not None]:
         raise UsageError(f"{wrong[0]} is for jobs of dcpbench's own engine; leave it out with --engine.")
     read.check_known("device", run.device, DEVICES)
-    check_server_limits(run.timeout)
+    check_server_limits(run.limits)
     if engines.traces is not None and given.get("profile") is False:
         raise UsageError(
             "--traces keeps the traces of the profile, and --no-profile records none; leave one of them out."
@@ -190,7 +190,7 @@ def _make_client_config(run: RunOnMachines, *, cpu: bool) -> ClientConfig:
     """Return the settings of the client; the port of its server follows later."""
     return ClientConfig(
         target=Target.from_url(
-            "http://127.0.0.1:1", key=load_api_key(KEY_VARIABLE), timeout_s=get_request_s(run.timeout)
+            "http://127.0.0.1:1", key=load_api_key(KEY_VARIABLE), timeout_s=get_request_s(run.limits)
         ),
         command=get_typed_command(),
         device=CPU if cpu else "",

@@ -133,7 +133,7 @@ def _make_target(url: str, remote: ServerOptions, run: Run) -> Target:
 
 def _make_check(remote: ServerOptions, given: dict[str, object], load: Load, run: Run) -> EngineCheck:
     """Return the comparison that the options describe. Raise UsageError for invalid ones."""
-    check_server_limits(run.timeout)
+    check_server_limits(run.limits)
     if run.gpu is not None:
         raise UsageError("--gpu plans for dcpbench's own engine; leave it out with --engine.")
     if remote.url:
@@ -167,7 +167,7 @@ def _make_check(remote: ServerOptions, given: dict[str, object], load: Load, run
         target=_make_target("http://127.0.0.1:1", remote, run),
         max_context=max_context,
         tolerance=remote.tolerance,
-        start_timeout_s=get_start_s(run.timeout),
+        start_timeout_s=get_start_s(run.limits),
         folder=run.output or folders.choose_folder(f"verify-{'-'.join(x.name for x in engines)}", degrees),
     )
 
