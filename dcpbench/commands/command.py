@@ -21,7 +21,7 @@ from typer.models import OptionInfo
 from dcpbench.commands import catalogue
 from dcpbench.commands.counterparts import make_counterpart_error
 from dcpbench.errors import ExitCode, UsageError
-from dcpbench.plan.command_line import hide_headers
+from dcpbench.plan.command_line import hide_headers, remove_options
 from dcpbench.plan.option_parsers import format_value
 from dcpbench.points.counts import parse_count, suggest_counts
 from dcpbench.points.structured_options import expand_structured
@@ -234,14 +234,8 @@ def _merge_structured(args: list[str], order: Sequence[Any]) -> list[str]:
         name = max(option.opts, key=len)
         values = sorted(_find_values(name, merged), key=lambda value: "=" in value.partition(",")[0])
         if sum("=" not in value.partition(",")[0] for value in values) <= 1:
-            merged = [*_remove_option(name, merged), name, ",".join(values)]
+            merged = [*remove_options(merged, [name]), name, ",".join(values)]
     return merged
-
-
-def _remove_option(option: str, args: Sequence[str]) -> list[str]:
-    """Return the arguments without an option and its values."""
-    pairs = zip(["", *args], args, strict=False)
-    return [word for before, word in pairs if option not in (before, word.partition("=")[0])]
 
 
 def _find_values(option: str, args: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.errors import UsageError
-from dcpbench.plan.command_line import hide_headers, remove_options
+from dcpbench.plan.command_line import hide_headers, remove_options_with_words
 from dcpbench.points.redaction import format_command_line
 from dcpbench.show.text import format_list
 
@@ -33,7 +33,7 @@ def make_counterpart_error(command: str, option: str, args: Sequence[str]) -> Us
         return None
     given = dict.fromkeys(word.partition("=")[0] for word in args if word.startswith("--") and word != "--")
     lacking = [name for name in given if name not in known]
-    argv = remove_options(hide_headers(["dcpbench", other, *args]), set(lacking))
+    argv = remove_options_with_words(hide_headers(["dcpbench", other, *args]), set(lacking))
     text = f"{option} is an option of `dcpbench {other}`, which {purpose}."
     typed = format_command_line(argv)
     if lacking:

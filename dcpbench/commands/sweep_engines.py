@@ -142,7 +142,8 @@ def _list_candidates(engine: Engine, model: str, given: Mapping[str, object], *,
     """Return all points; those that the engine or the limits of its command exclude have the error."""
     defaults = get_defaults(Probe(device="cpu" if cpu else "cuda", count=1, name=""))
     counts = {
-        name: _parse_counts(name, given, cast("tuple[int, ...]", defaults[name])) for name in ("concurrency", "context")
+        name: read.parse_positive_ints(name, given[name]) if name in given else cast("tuple[int, ...]", defaults[name])
+        for name in ("concurrency", "context")
     }
     repeats = cast("int", PARSERS["repeats"]("repeats", given.get("repeats", 1)))
     read.check_positive("repeats", repeats)
@@ -153,13 +154,6 @@ def _list_candidates(engine: Engine, model: str, given: Mapping[str, object], *,
         engine, parse_grid(given, model, layouts), counts["concurrency"], counts["context"], repeats
     )
     return [Candidate(point=point, error=_find_error(engine, point, model)) for point in points]
-
-
-def _parse_counts(name: str, given: Mapping[str, object], default: tuple[int, ...]) -> tuple[int, ...]:
-    values = tuple(dict.fromkeys(read.parse_ints(name, given[name]))) if name in given else default
-    for value in values:
-        read.check_positive(name, value)
-    return values
 
 
 def _find_error(engine: Engine, point: Point, model: str) -> DcpbenchError | None:

@@ -115,8 +115,10 @@ def _make_questions(
     read.check_known("endpoint", remote.endpoint, ENDPOINTS)
     check_rounds(remote.repeats)
     return Questions(
-        lengths=_read_numbers("context", load.context),
-        batches=_read_numbers("concurrency", load.concurrency) or batches,
+        lengths=None if load.context is None else sorted(read.parse_positive_ints("context", load.context)),
+        batches=batches
+        if load.concurrency is None
+        else sorted(read.parse_positive_ints("concurrency", load.concurrency)),
         prompts=prompts,
         tokens=load.new_tokens or tokens,
         rounds=remote.repeats,
@@ -170,16 +172,6 @@ def _make_check(remote: ServerOptions, given: dict[str, object], load: Load, run
         start_timeout_s=get_start_s(run.limits),
         folder=run.output or folders.choose_folder(f"verify-{'-'.join(x.name for x in engines)}", degrees),
     )
-
-
-def _read_numbers(name: str, text: str | None) -> list[int] | None:
-    """Return the numbers of a comma list in rising order; None without the option."""
-    if text is None:
-        return None
-    found = sorted(set(read.parse_ints(name, text)))
-    for value in found:
-        read.check_positive(name, value)
-    return found
 
 
 def _print_plan(settings: Sequence[Setting], commands: Sequence[str], run: Run) -> None:
