@@ -33,7 +33,7 @@ from dcpbench.measuring.environment import collect_environment
 from dcpbench.measuring.hardware import get_torch_hardware
 from dcpbench.models import load_shape
 from dcpbench.points import budget
-from dcpbench.points.names import FP8, REPLAY
+from dcpbench.points.names import FP8
 from dcpbench.records.disks import get_disk_error_number
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import format_omitted_note
@@ -132,7 +132,7 @@ class Worker:
         """Run the workload `serve`, live or in replay."""
         serving = serve.get_serving(session, point)
         job, folder = self.job, Path(self.job.folder)
-        if point.load is not None and point.load.mode == REPLAY:
+        if point.replayed:
             return replay_job.run(
                 serving,
                 point,

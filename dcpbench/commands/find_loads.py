@@ -22,7 +22,6 @@ from dcpbench.plan.load_search import (
     set_load,
 )
 from dcpbench.points.budget import engine_values, is_same_engine
-from dcpbench.points.names import REPLAY
 from dcpbench.records.file import RecordFile
 from dcpbench.records.runs import read_last_records
 from dcpbench.show.terminal import print_stderr
@@ -40,11 +39,6 @@ if TYPE_CHECKING:
     from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
-
-
-def is_replayed(point: Point) -> bool:
-    """Return True for a point that is replayed, which is deterministic."""
-    return point.load is not None and point.load.mode == REPLAY
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +101,7 @@ class LoadSearch:
         """Return the points of all layouts at a load; a replay has no repeats."""
         if load not in self._expanded:
             found = self.share_plans(self.expand(load))
-            self._expanded[load] = [c for c in found if not (is_replayed(c.point) and c.point.repeat)]
+            self._expanded[load] = [c for c in found if not (c.point.replayed and c.point.repeat)]
         return self._expanded[load]
 
     def _choose_added_points(self, layouts: Mapping[str, Point], folder: Path, point: Point) -> list[Point]:
@@ -130,7 +124,7 @@ class LoadSearch:
         known = read_last_records(folder, bad=[])
         for key, loads in self._group_records(layouts, known.values()).items():
             shares = {load: one.slo_ratio for load, one in loads.items()}
-            load = choose_next_load(shares, self.bounds, self._new[key], replayed=is_replayed(layouts[key]))
+            load = choose_next_load(shares, self.bounds, self._new[key], replayed=layouts[key].replayed)
             if load is None:
                 continue
             at = [c for c in self._expand(load) if make_layout_key(c.point, self.bounds) == key]
@@ -169,7 +163,7 @@ class LoadSearch:
             key: {
                 load: MeasuredLoad(load=load, records=tuple(of), slo=self.slo)
                 for load, of in sorted(loads.items())
-                if len(of) >= (1 if is_replayed(layouts[key]) else self.bounds.repeats)
+                if len(of) >= (1 if layouts[key].replayed else self.bounds.repeats)
             }
             for key, loads in found.items()
         }
@@ -180,7 +174,7 @@ class LoadSearch:
         return [
             FoundLoad(
                 label=names[key],
-                replayed=is_replayed(layouts[key]),
+                replayed=layouts[key].replayed,
                 bounds=self.bounds,
                 measured=tuple(loads.values()),
             )

@@ -521,10 +521,9 @@ def _list_candidates(specs: "Sequence[ServerSpec]", preset: "Engine", model: str
 def _reject_replays(candidates: "Sequence[Candidate]") -> "list[Candidate]":
     """Return the candidates; those that would be replayed in a layout that no policy models are rejected."""
     from dcpbench.servers.engine_replay import find_unsupported
-    from dcpbench.servers.measure import is_replay
 
     return [
-        dataclasses.replace(one, error=one.error or find_unsupported(one.point)) if is_replay(one.point) else one
+        dataclasses.replace(one, error=one.error or find_unsupported(one.point)) if one.point.replayed else one
         for one in candidates
     ]
 
