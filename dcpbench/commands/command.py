@@ -155,7 +155,6 @@ def _make_flat(function: Callable[..., int]) -> Callable[..., None]:
 
 
 def _list_options(group: type[Group]) -> list[inspect.Parameter]:
-    """Return the options of a group as parameters."""
     fields = {name: (kind, getattr(group, name)) for name, kind in get_type_hints(group).items()}
     return [
         _make_parameter(n, kind, default) for n, (kind, default) in fields.items() if isinstance(default, OptionInfo)

@@ -119,7 +119,6 @@ def _check_options(engines: Engines, given: Mapping[str, object], run: RunOnMach
 
 
 def _parse_model(given: Mapping[str, object]) -> str:
-    """Return the one model that is served."""
     names = read.parse_names("model", given["model"]) if "model" in given else ()
     if not names:
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
@@ -131,7 +130,6 @@ def _parse_model(given: Mapping[str, object]) -> str:
 
 
 def _parse_settings(given: Mapping[str, object]) -> Settings:
-    """Return how points are measured."""
     found = {name: PARSERS[name](name, given[name]) for name in ("seconds", "profile") if name in given}
     settings = Settings(**found)  # type: ignore[arg-type]
     read.check_seconds("--seconds", settings.seconds, 10)
