@@ -18,7 +18,7 @@ from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.records.record import EngineSettings
 from dcpbench.servers import server_comparison
-from dcpbench.servers.answer_collector import decode_answers, encode_answers, make_distinct_prompts
+from dcpbench.servers.answer_collector import decode_answers, make_distinct_prompts
 from dcpbench.servers.answer_counts import (
     AGAIN,
     NEW,
@@ -402,7 +402,7 @@ class TestJudgement:
         assert judge_counts(bad, None, [], limits=TENTH).verdict == DIFFER
 
     def test_answers_are_encoded_without_loss(self) -> None:
-        assert decode_answers(encode_answers(answers(17))) == answers(17)
+        assert decode_answers(msgspec.msgpack.encode(answers(17))) == answers(17)
 
 
 class TestRounding:
