@@ -313,8 +313,8 @@ def _drop_set_aside(points: list[Point], folder: Path, retries: int) -> list[Poi
 
 
 def run_points(points: Sequence[Point], options: launcher.JobOptions, run: Run) -> None:
-    """Run the points and show how far they are; an interrupt ends the workers, then the command."""
-    with handle_stop(run, options), make_progress_bar(run, points, options) as bar:
+    """Run the points and show how far they are."""
+    with show_progress(run, points, options) as bar:
         launcher.run_points(points, _show_chosen_points(options, bar), run.machines, bar)
 
 
@@ -332,21 +332,25 @@ def _show_chosen_points(options: launcher.JobOptions, bar: ProgressBar) -> launc
     return msgspec.structs.replace(options, choose_points=choose_points)
 
 
-def make_progress_bar(run: Run, points: Sequence[Point], options: launcher.JobOptions) -> ProgressBar:
-    """Return a progress bar of the points, on stderr. In a search, their number is not known before its end."""
+@contextlib.contextmanager
+def show_progress(run: Run, points: Sequence[Point], options: launcher.JobOptions) -> Iterator[ProgressBar]:
+    """Show a progress bar of the points on stderr; an interrupt ends the workers, then the command.
+
+    In a search, the number of points is not known before its end.
+    """
     from dcpbench.launch.progress import ProgressBar, format_point_names, list_point_kinds
 
     part = run.caller.part
-    what = part.what if part else "points"
-    kinds = list_point_kinds(points)
-    return ProgressBar(
+    bar = ProgressBar(
         format_point_names(points),
         make_console(error=True),
-        what,
+        part.what if part else "points",
         brief=part is not None,
         counted=options.choose_points is None,
-        kinds=kinds,
+        kinds=list_point_kinds(points),
     )
+    with handle_stop(run, options), bar:
+        yield bar
 
 
 @contextlib.contextmanager

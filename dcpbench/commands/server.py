@@ -334,7 +334,7 @@ def replay_step_times(
         from dcpbench.servers.engine_replay import replay_server_point
         from dcpbench.servers.measure import list_point_progress
 
-        with point_runner.handle_stop(run, options), point_runner.make_progress_bar(run, points, options) as bar:
+        with point_runner.show_progress(run, points, options) as bar:
             for progress in list_point_progress(points, bar):
                 record = replay_server_point(
                     progress.point,
@@ -428,7 +428,7 @@ def _measure_running(
         server = MeasuredServer(
             config=config, info=info, prompt_format=prompt_format, settings=options.settings, folder=options.folder
         )
-        with point_runner.handle_stop(run, options), point_runner.make_progress_bar(run, points, options) as bar:
+        with point_runner.show_progress(run, points, options) as bar:
             replay = functools.partial(replay_on_server, options=options_of_replays)
             measure_points(list_point_progress(points, bar), server, replay=replay)
 
@@ -488,7 +488,7 @@ def _measure_started(
     folder = run.output or folders.choose_folder(f"{preset.name}-{Path(model).name}", tps)
 
     def run_all(points: "Sequence[Point]", options: "JobOptions", run: opt.Run) -> None:
-        with point_runner.handle_stop(run, options), point_runner.make_progress_bar(run, points, options) as bar:
+        with point_runner.show_progress(run, points, options) as bar:
             servers = ServerSweep(
                 engine=preset,
                 model=model,

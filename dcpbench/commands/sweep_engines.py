@@ -83,7 +83,7 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
                 rates=rates,
                 keep_traces=engines.traces is not None,
             )
-            with point_runner.handle_stop(run, options), point_runner.make_progress_bar(run, points, options) as bar:
+            with point_runner.show_progress(run, points, options) as bar:
                 servers = ServerSweep(
                     engine=engine,
                     model=model,
