@@ -33,7 +33,7 @@ from dcpbench.measuring.environment import collect_environment
 from dcpbench.measuring.hardware import get_torch_hardware
 from dcpbench.models import load_shape
 from dcpbench.points import budget
-from dcpbench.points.names import FP8, REPLAY
+from dcpbench.points.names import FP8
 from dcpbench.records.disks import get_disk_error_number
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import format_omitted_note
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.records.record import Rates, Record, StartPhase
     from dcpbench.workloads.session import Session
-
-INTERRUPTED = ExitCode.INTERRUPTED  # exit code of a rank that was interrupted, after writing its record
 
 
 class Worker:
@@ -127,14 +125,14 @@ class Worker:
             )
             note = format_omitted_note(written)
         if record.outcome != "ok":
-            sys.exit(INTERRUPTED)  # on every rank: the run was ended
+            sys.exit(ExitCode.INTERRUPTED)  # on every rank: the run was ended
         self.write_progress("done", note=_format_numbers(record) + note)
 
     def run_serve(self, session: Session, point: Point) -> Record:
         """Run the workload `serve`, live or in replay."""
         serving = serve.get_serving(session, point)
         job, folder = self.job, Path(self.job.folder)
-        if point.load is not None and point.load.mode == REPLAY:
+        if point.replayed:
             return replay_job.run(
                 serving,
                 point,

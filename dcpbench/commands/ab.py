@@ -16,7 +16,6 @@ from dcpbench.commands.command import PARSER_ERROR, Command, Group, load_command
 from dcpbench.commands.compare import JudgementOptions, OutputOptions
 from dcpbench.commands.elsewhere import REAL_SERVERS
 from dcpbench.errors import DcpbenchError, ExitCode, OutputError, UsageError
-from dcpbench.launch.stopping import INTERRUPTED
 from dcpbench.plan.command_line import hide_headers
 from dcpbench.points import redaction
 from dcpbench.points.names import format_flag
@@ -143,9 +142,9 @@ def ab(variants: Variants, judged: RoundsJudgementOptions, launches: LaunchOptio
                 print_stderr(f"Points are matched without {', '.join(across)}, in which the variants differ.")
             verdict = outputs.run_comparison(a, b, options, dataclasses.replace(out, folder=folder))
         finally:
-            if code == INTERRUPTED:
+            if code == ExitCode.INTERRUPTED:
                 print_stderr(_format_resume(folder))
-    return code if code == INTERRUPTED else verdict or code
+    return code if code == ExitCode.INTERRUPTED else verdict or code
 
 
 def get_order(number: int) -> tuple[str, str]:
@@ -170,8 +169,8 @@ def _launch_all(
             compared = "; the rounds that have ended on both sides are compared" if shared else ""
             print_stderr(f"\nInterrupted in {name}{compared}. {'' if shared else _format_resume(folder)}".rstrip())
             if not shared:
-                sys.exit(e.code if isinstance(e, SystemExit) and isinstance(e.code, int) else INTERRUPTED)
-            return INTERRUPTED
+                sys.exit(e.code if isinstance(e, SystemExit) and isinstance(e.code, int) else ExitCode.INTERRUPTED)
+            return ExitCode.INTERRUPTED
         except DcpbenchError as e:
             raise type(e)(f"{name}: {e}") from e
         if ended not in (0, ExitCode.FAILED):
@@ -210,10 +209,7 @@ def _check_options(variants: Variants, launches: LaunchOptions) -> None:
         raise UsageError(f"--workload {variants.workload}: give {' or '.join(WORKLOADS)}.")
     if not 1 <= variants.rounds <= MAX_ROUNDS:
         raise UsageError(f"--rounds {variants.rounds} cannot be; give 1 to {MAX_ROUNDS}, such as --rounds 8.")
-    if launches.resume and launches.force:
-        raise UsageError("--resume and --force contradict each other; --resume continues a run, --force starts over.")
-    if launches.resume and launches.output is None:
-        raise UsageError("--resume needs the run to continue; add for example -o runs/NAME.")
+    opt.check_output_options(launches.output, resume=launches.resume, force=launches.force)
 
 
 def _check_given(variants: Variants) -> None:

@@ -23,6 +23,12 @@ HEADS = COUNTS("Query heads of a DCP group. Default: 128 on a GPU; 8 on the CPU.
 REQUESTS = COUNTS(
     "Requests of a decode step. Default: 1,8,32,128 on a GPU, 512 for merge and collectives, too; a few on the CPU."
 )
+FEW_REQUESTS = COUNTS("Requests of a decode step. Default: 1,8,64 on a GPU; 1,3 on the CPU.")
+CONTEXT = COUNTS("KV rows of a request on this rank. Default: 8192,131072 on a GPU; 16 on the CPU.")
+PAGE = COUNTS("Rows of a page. Default: 64 on a GPU; 4 on the CPU.")
+LENGTHS = NAMES(
+    "even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, with the same total.", default="even"
+)
 LAYERS = WHAT(
     "Calls of a pass, each with tensors of its own. Default: as many as keep the L2 cache cold, or 16 for inputs that an "
     "engine, too, has just written; 2 on the CPU.",
@@ -75,13 +81,11 @@ class Attention(Group):
     """
 
     heads: str | None = COUNTS("Query heads that one rank attends with. Default: 16,64,128 on a GPU; 16 on the CPU.")
-    requests: str | None = COUNTS("Requests of a decode step. Default: 1,8,64 on a GPU; 1,3 on the CPU.")
-    context: str | None = COUNTS("KV rows of a request on this rank. Default: 8192,131072 on a GPU; 16 on the CPU.")
-    page: str | None = COUNTS("Rows of a page. Default: 64 on a GPU; 4 on the CPU.")
+    requests: str | None = FEW_REQUESTS
+    context: str | None = CONTEXT
+    page: str | None = PAGE
     kv_dtype: str | None = NAMES("bf16, fp8: e4m3 with a scale, read by triton and flashmla. Default: bf16.")
-    lengths: str = NAMES(
-        "even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, with the same total.", default="even"
-    )
+    lengths: str = LENGTHS
     query_length: str | None = QUERY_LENGTH
     backend: str | None = NAMES(
         "reference, triton, flashinfer, flashmla. Default: triton and those that are installed; reference,triton on the CPU."
@@ -102,11 +106,9 @@ class Gqa(Group):
     head_dim: str | None = COUNTS("Columns of a head. Default: 128 on a GPU; 16 on the CPU.")
     requests: str | None = COUNTS("Requests of a decode step. Default: 8,48 on a GPU; 1,3 on the CPU.")
     context: str | None = COUNTS("KV rows of a request on this rank. Default: 8192,32768 on a GPU; 16 on the CPU.")
-    page: str | None = COUNTS("Rows of a page. Default: 64 on a GPU; 4 on the CPU.")
+    page: str | None = PAGE
     kv_dtype: str | None = NAMES("bf16, fp8: e4m3 with a scale, read by triton. Default: bf16.")
-    lengths: str = NAMES(
-        "even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, with the same total.", default="even"
-    )
+    lengths: str = LENGTHS
     query_length: str | None = QUERY_LENGTH
     backend: str | None = NAMES(
         "reference, triton, flashinfer. Default: triton, and flashinfer if it is installed; reference,triton on the CPU."
@@ -126,7 +128,7 @@ class Indexer(Group):
 
     heads: str | None = COUNTS("Query heads of the indexer. Default: 64 on a GPU; 8 on the CPU.")
     width: str | None = COUNTS("Columns of a head and of a key. Default: 128 on a GPU; 16 on the CPU.")
-    requests: str | None = COUNTS("Requests of a decode step. Default: 1,8,64 on a GPU; 1,3 on the CPU.")
+    requests: str | None = FEW_REQUESTS
     context: str | None = COUNTS("Keys of a request on this rank. Default: 8192,131072 on a GPU; 16 on the CPU.")
     page: str | None = COUNTS("Keys of a page. Default: 64 on a GPU; 4 on the CPU.")
     lengths: str = NAMES(
@@ -147,13 +149,11 @@ class SparseAttention(Group):
     """
 
     heads: str | None = COUNTS("Query heads that one rank attends with. Default: 64,128 on a GPU; 16 on the CPU.")
-    requests: str | None = COUNTS("Requests of a decode step. Default: 1,8,64 on a GPU; 1,3 on the CPU.")
-    context: str | None = COUNTS("KV rows of a request on this rank. Default: 8192,131072 on a GPU; 16 on the CPU.")
+    requests: str | None = FEW_REQUESTS
+    context: str | None = CONTEXT
     top_k: str | None = COUNTS("Rows that a request attends to. Default: 2048 on a GPU; 8 on the CPU.")
-    page: str | None = COUNTS("Rows of a page. Default: 64 on a GPU; 4 on the CPU.")
-    lengths: str = NAMES(
-        "even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, with the same total.", default="even"
-    )
+    page: str | None = PAGE
+    lengths: str = LENGTHS
     variant: str | None = NAMES("reference, flashmla. Default: flashmla on a GPU; reference on the CPU.")
     layers: int | None = LAYERS
 

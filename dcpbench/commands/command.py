@@ -20,9 +20,8 @@ from typer.models import OptionInfo
 
 from dcpbench.commands import catalogue
 from dcpbench.commands.counterparts import make_counterpart_error
-from dcpbench.errors import UsageError
-from dcpbench.launch.stopping import INTERRUPTED
-from dcpbench.plan.command_line import hide_headers
+from dcpbench.errors import ExitCode, UsageError
+from dcpbench.plan.command_line import hide_headers, remove_options
 from dcpbench.plan.option_parsers import format_value
 from dcpbench.points.counts import parse_count, suggest_counts
 from dcpbench.points.structured_options import expand_structured
@@ -156,7 +155,6 @@ def _make_flat(function: Callable[..., int]) -> Callable[..., None]:
 
 
 def _list_options(group: type[Group]) -> list[inspect.Parameter]:
-    """Return the options of a group as parameters."""
     fields = {name: (kind, getattr(group, name)) for name, kind in get_type_hints(group).items()}
     return [
         _make_parameter(n, kind, default) for n, (kind, default) in fields.items() if isinstance(default, OptionInfo)
@@ -235,14 +233,8 @@ def _merge_structured(args: list[str], order: Sequence[Any]) -> list[str]:
         name = max(option.opts, key=len)
         values = sorted(_find_values(name, merged), key=lambda value: "=" in value.partition(",")[0])
         if sum("=" not in value.partition(",")[0] for value in values) <= 1:
-            merged = [*_remove_option(name, merged), name, ",".join(values)]
+            merged = [*remove_options(merged, [name]), name, ",".join(values)]
     return merged
-
-
-def _remove_option(option: str, args: Sequence[str]) -> list[str]:
-    """Return the arguments without an option and its values."""
-    pairs = zip(["", *args], args, strict=False)
-    return [word for before, word in pairs if option not in (before, word.partition("=")[0])]
 
 
 def _find_values(option: str, args: list[str]) -> list[str]:
@@ -263,6 +255,6 @@ def run_command(
     Raise KeyboardInterrupt if Ctrl-C ended it; Typer turns that into an exit code.
     """
     code = int(command.main(list(arguments), prog_name=prog_name, standalone_mode=False, obj=caller) or 0)
-    if code == INTERRUPTED:
+    if code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
     return code

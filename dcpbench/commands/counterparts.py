@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
-from dcpbench.plan.command_line import hide_headers, remove_options
+from dcpbench.plan.command_line import hide_headers, remove_options_with_words
 from dcpbench.points.redaction import format_command_line
 from dcpbench.show.text import format_list
 
@@ -28,12 +28,13 @@ def make_counterpart_error(command: str, option: str, args: Sequence[str]) -> Us
     if command not in COUNTERPARTS:
         return None
     other, purpose = COUNTERPARTS[command]
-    known = list_option_names(load_command(other))
+    options = load_command(other).params
+    known = {name for option in options for name in (*option.opts, *option.secondary_opts)} | {"--help"}
     if option not in known:
         return None
     given = dict.fromkeys(word.partition("=")[0] for word in args if word.startswith("--") and word != "--")
     lacking = [name for name in given if name not in known]
-    argv = remove_options(hide_headers(["dcpbench", other, *args]), set(lacking))
+    argv = remove_options_with_words(hide_headers(["dcpbench", other, *args]), set(lacking))
     text = f"{option} is an option of `dcpbench {other}`, which {purpose}."
     typed = format_command_line(argv)
     if lacking:
@@ -41,8 +42,3 @@ def make_counterpart_error(command: str, option: str, args: Sequence[str]) -> Us
             f"{text} That command has no {format_list(lacking, 'or')}. Type: {typed}\nOr leave out {option} to stay with `dcpbench {command}`."
         )
     return UsageError(f"{text} Type: {typed}")
-
-
-def list_option_names(command: Any) -> set[str]:  # noqa: ANN401 - of Click, or of Typer's copy of it
-    """Return the names of a command's options, with those that switch one off."""
-    return {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.commands.caller import Caller, PlannedMachine
 from dcpbench.commands.command import run_command
 from dcpbench.errors import DcpbenchError, UsageError
+from dcpbench.plan.command_line import remove_options
 from dcpbench.points.names import LIBRARIES, SYNTHETIC
 from dcpbench.points.structured_options import RequestFile, expand_structured
 
@@ -156,7 +157,7 @@ def _check_plan(
     """Plan the command without the options in `away`. `whole`: also check its points, not only values."""
     unread = {*away, "prompts"} if "checkpoint" in away else set(away)
     options = [option for p in command.params if p.name in unread for option in p.opts]
-    arguments = remove_options(argv[1:], options, ())
+    arguments = remove_options(argv[1:], options)
     errors: list[DcpbenchError] = []
     for probe in there.probes:
         planned = PlannedMachine(probe, nodes=there.nodes, points=whole, layouts=there.counted)
@@ -174,17 +175,3 @@ def _check_plan(
 def _is_path(word: str) -> bool:
     """Return whether a word that can be a name is a path instead."""
     return "/" in word or word.endswith(".toml") or word in (".", "..")
-
-
-def remove_options(argv: Sequence[str], valued: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return the words of a command without these options."""
-    kept: list[str] = []
-    left = iter(argv)
-    for word in left:
-        if word in valued:
-            next(left, None)
-        elif word not in flags and not any(
-            word.startswith(f"{v}=") or (word.startswith(v) and not v.startswith("--")) for v in valued
-        ):
-            kept.append(word)
-    return kept

@@ -12,9 +12,16 @@ import msgspec
 from dcpbench.commands import point_runner
 from dcpbench.launch import folders
 from dcpbench.plan import grid
-from dcpbench.plan.load_search import FoundLoad, MeasuredLoad, choose_next_load, get_load, make_layout_key
+from dcpbench.plan.load_search import (
+    FoundLoad,
+    MeasuredLoad,
+    choose_next_load,
+    get_load,
+    limit_clients,
+    make_layout_key,
+    set_load,
+)
 from dcpbench.points.budget import engine_values, is_same_engine
-from dcpbench.points.names import REPLAY
 from dcpbench.records.file import RecordFile
 from dcpbench.records.runs import read_last_records
 from dcpbench.show.terminal import print_stderr
@@ -27,15 +34,11 @@ if TYPE_CHECKING:
     from dcpbench.commands.point_runner import WorkOff
     from dcpbench.launch.launcher import JobOptions
     from dcpbench.plan.load_search import LoadRange
+    from dcpbench.plan.serve_spec import ServeLoads
     from dcpbench.points.budget import EnginePlan
     from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
-
-
-def is_replayed(point: Point) -> bool:
-    """Return True for a point that is replayed, which is deterministic."""
-    return point.load is not None and point.load.mode == REPLAY
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +101,7 @@ class LoadSearch:
         """Return the points of all layouts at a load; a replay has no repeats."""
         if load not in self._expanded:
             found = self.share_plans(self.expand(load))
-            self._expanded[load] = [c for c in found if not (is_replayed(c.point) and c.point.repeat)]
+            self._expanded[load] = [c for c in found if not (c.point.replayed and c.point.repeat)]
         return self._expanded[load]
 
     def _choose_added_points(self, layouts: Mapping[str, Point], folder: Path, point: Point) -> list[Point]:
@@ -121,7 +124,7 @@ class LoadSearch:
         known = read_last_records(folder, bad=[])
         for key, loads in self._group_records(layouts, known.values()).items():
             shares = {load: one.slo_ratio for load, one in loads.items()}
-            load = choose_next_load(shares, self.bounds, self._new[key], replayed=is_replayed(layouts[key]))
+            load = choose_next_load(shares, self.bounds, self._new[key], replayed=layouts[key].replayed)
             if load is None:
                 continue
             at = [c for c in self._expand(load) if make_layout_key(c.point, self.bounds) == key]
@@ -160,7 +163,7 @@ class LoadSearch:
             key: {
                 load: MeasuredLoad(load=load, records=tuple(of), slo=self.slo)
                 for load, of in sorted(loads.items())
-                if len(of) >= (1 if is_replayed(layouts[key]) else self.bounds.repeats)
+                if len(of) >= (1 if layouts[key].replayed else self.bounds.repeats)
             }
             for key, loads in found.items()
         }
@@ -171,7 +174,7 @@ class LoadSearch:
         return [
             FoundLoad(
                 label=names[key],
-                replayed=is_replayed(layouts[key]),
+                replayed=layouts[key].replayed,
                 bounds=self.bounds,
                 measured=tuple(loads.values()),
             )
@@ -186,6 +189,28 @@ class LoadSearch:
             print_stderr(CPU_NOTE)
         bounds = f"{self.bounds.low:g} to {self.bounds.format(self.bounds.high)}"
         print_stderr(f"Searching from {bounds} for the highest load that meets the SLO. Output: {folder}")
+
+
+def make_search(
+    bounds: LoadRange | None,
+    loads: ServeLoads,
+    slo: Mapping[str, float],
+    expand: Callable[[ServeLoads, int], Sequence[grid.Candidate]],
+    *,
+    one_by_one: bool = False,
+) -> LoadSearch | None:
+    """Return the search for the highest load that meets the SLO; None without bounds.
+
+    `expand` returns the points of all layouts with these loads and repeats.
+    """
+    if bounds is None:
+        return None
+    limited = limit_clients(bounds, loads)
+
+    def expand_load(load: float) -> Sequence[grid.Candidate]:
+        return expand(set_load(loads, limited, load), limited.repeats)
+
+    return LoadSearch(bounds=limited, slo=slo, expand=expand_load, one_by_one=one_by_one)
 
 
 def _name_layouts(layouts: Mapping[str, Point]) -> dict[str, str]:

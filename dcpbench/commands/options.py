@@ -11,6 +11,7 @@ import typer
 
 from dcpbench.commands.caller import Caller
 from dcpbench.commands.command import Group, make_panel, make_structured
+from dcpbench.errors import UsageError
 from dcpbench.models import ALIASES, SHAPES
 from dcpbench.points.structured_options import Collectives, Gpu, Mtp, Nodes, PageSize, Timeout
 
@@ -146,6 +147,11 @@ class Run(Group):
         return RendezvousOptions(nnodes=nodes.count, node_rank=nodes.rank, rdzv_endpoint=nodes.endpoint)
 
     @property
+    def prints_notes(self) -> bool:
+        """Return False for a command that is only validated, and for a run inside another command, which prints them itself."""
+        return self.caller.elsewhere is None and (self.caller.part is None or self.dry_run)
+
+    @property
     def gpu_name(self) -> str | None:
         """Return the GPU of --gpu."""
         return None if self.gpu is None else self.gpu.name
@@ -156,9 +162,22 @@ class Run(Group):
         return None if self.gpu is None else self.gpu.count
 
     @property
+    def limits(self) -> Timeout:
+        """Return the time limits of --timeout, or their defaults."""
+        return self.timeout or Timeout()
+
+    @property
     def stall_s(self) -> float:
         """Return the time without progress after which a point is treated as hung."""
-        return STALL_S if self.timeout is None or self.timeout.stall is None else self.timeout.stall
+        return STALL_S if self.limits.stall is None else self.limits.stall
+
+
+def check_output_options(output: Path | None, *, resume: bool, force: bool) -> None:
+    """Raise UsageError if --output, --resume and --force contradict each other."""
+    if resume and force:
+        raise UsageError("--resume and --force contradict each other; --resume continues a run, --force starts over.")
+    if resume and output is None:
+        raise UsageError("--resume needs the run to continue; add for example -o runs/NAME.")
 
 
 class RunOnMachines(Run):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from dcpbench.commands.doctor import report_at_start
+from dcpbench.commands.options import check_output_options
 from dcpbench.errors import ExitCode, LayoutError, UsageError
 from dcpbench.launch import folders, launcher, retry
 from dcpbench.launch.nodes import get_secret, split_endpoint
@@ -115,6 +116,8 @@ def measure(
     `work_off` runs the points and writes a record of each; by default torchrun jobs do. `given`: the options that describe
     the grid, by which --resume detects another grid; with None, --resume does not compare them.
     """
+    from dcpbench.commands.find_loads import make_search
+
     record_device(run, probe)
     if is_values_only(run, spec.tp, spec.dp, spec.dcp):
         return 0
@@ -129,7 +132,13 @@ def measure(
             argv=run.caller.argv,
         )
 
-    search = make_search(bounds, spec, expand)
+    search = make_search(
+        bounds,
+        cast("ServeLoads", spec.serve),
+        spec.settings.slo,
+        lambda loads, repeats: expand(dataclasses.replace(spec, serve=loads, repeats=repeats)),
+        one_by_one=not spec.settings.step_times,
+    )
     candidates = expand(spec) if search is None else search.share_plans(expand(spec))
     if not run.dry_run:
         grid.check_live(candidates, spec.settings)
@@ -182,25 +191,6 @@ def run_candidates(
         return finish_run(candidates, folder, probe, run)
 
 
-def make_search(
-    bounds: LoadRange | None, spec: SweepSpec, expand: Callable[[SweepSpec], list[grid.Candidate]]
-) -> LoadSearch | None:
-    """Return the search for the highest load of a grid; None without bounds."""
-    from dcpbench.commands.find_loads import LoadSearch
-    from dcpbench.plan.load_search import limit_clients, set_load
-
-    if bounds is None:
-        return None
-    bounds = limit_clients(bounds, cast("ServeLoads", spec.serve))
-
-    def expand_load(load: float) -> list[grid.Candidate]:
-        loads = set_load(cast("ServeLoads", spec.serve), bounds, load)
-        return expand(dataclasses.replace(spec, serve=loads, repeats=bounds.repeats))
-
-    jobs = not spec.settings.step_times
-    return LoadSearch(bounds=bounds, slo=spec.settings.slo, expand=expand_load, one_by_one=jobs)
-
-
 def print_defaults(spec: SweepSpec, candidates: Sequence[grid.Candidate]) -> None:
     """Print which layouts and precisions the defaults select."""
     notes = ["" if spec.dcp else grid.format_dcp_note(candidates), grid.format_precision_note(spec, candidates)]
@@ -211,7 +201,7 @@ def print_defaults(spec: SweepSpec, candidates: Sequence[grid.Candidate]) -> Non
 def check_run(run: Run) -> None:
     """Raise UsageError if the options contradict each other."""
     m = run.machines
-    _check_folder_options(run)
+    check_output_options(run.output, resume=run.resume, force=run.force)
     check_seconds("--timeout", run.stall_s, 300)
     _check_isolation(run)
     _check_planned(run)
@@ -232,7 +222,7 @@ def check_run(run: Run) -> None:
 
 def check_server_run(run: Run) -> None:
     """Raise UsageError if the options of a command that measures a server contradict each other."""
-    _check_folder_options(run)
+    check_output_options(run.output, resume=run.resume, force=run.force)
     check_known("device", run.device, DEVICES)
     _check_gpu_device(run)
 
@@ -242,27 +232,12 @@ def _check_gpu_device(run: Run) -> None:
         raise UsageError(f"--gpu {run.gpu_name} and --device cpu contradict each other; leave one of them out.")
 
 
-def _check_folder_options(run: Run) -> None:
-    if run.resume and run.force:
-        raise UsageError("--resume and --force contradict each other; --resume continues a run, --force starts over.")
-    if run.resume and run.output is None:
-        raise UsageError("--resume needs the run to continue; add for example -o runs/NAME.")
-
-
 def _check_isolation(run: Run) -> None:
-    retries, limit = _get_retries(run), _get_point_limit(run)
-    if retries < 0:
-        raise UsageError(f"--timeout retries={retries} is negative; try retries=1, or leave it out.")
-    if limit is not None:
-        check_seconds("--timeout point", limit, 1800)
-
-
-def _get_retries(run: Run) -> int:
-    return 0 if run.timeout is None else run.timeout.retries
-
-
-def _get_point_limit(run: Run) -> float | None:
-    return None if run.timeout is None else run.timeout.point
+    limits = run.limits
+    if limits.retries < 0:
+        raise UsageError(f"--timeout retries={limits.retries} is negative; try retries=1, or leave it out.")
+    if limits.point is not None:
+        check_seconds("--timeout point", limits.point, 1800)
 
 
 def _check_planned(run: Run) -> None:
@@ -338,8 +313,8 @@ def _drop_set_aside(points: list[Point], folder: Path, retries: int) -> list[Poi
 
 
 def run_points(points: Sequence[Point], options: launcher.JobOptions, run: Run) -> None:
-    """Run the points and show how far they are; an interrupt ends the workers, then the command."""
-    with handle_stop(run, options), make_progress_bar(run, points, options) as bar:
+    """Run the points and show how far they are."""
+    with show_progress(run, points, options) as bar:
         launcher.run_points(points, _show_chosen_points(options, bar), run.machines, bar)
 
 
@@ -357,21 +332,25 @@ def _show_chosen_points(options: launcher.JobOptions, bar: ProgressBar) -> launc
     return msgspec.structs.replace(options, choose_points=choose_points)
 
 
-def make_progress_bar(run: Run, points: Sequence[Point], options: launcher.JobOptions) -> ProgressBar:
-    """Return a progress bar of the points, on stderr. In a search, their number is not known before its end."""
+@contextlib.contextmanager
+def show_progress(run: Run, points: Sequence[Point], options: launcher.JobOptions) -> Iterator[ProgressBar]:
+    """Show a progress bar of the points on stderr; an interrupt ends the workers, then the command.
+
+    In a search, the number of points is not known before its end.
+    """
     from dcpbench.launch.progress import ProgressBar, format_point_names, list_point_kinds
 
     part = run.caller.part
-    what = part.what if part else "points"
-    kinds = list_point_kinds(points)
-    return ProgressBar(
+    bar = ProgressBar(
         format_point_names(points),
         make_console(error=True),
-        what,
+        part.what if part else "points",
         brief=part is not None,
         counted=options.choose_points is None,
-        kinds=kinds,
+        kinds=list_point_kinds(points),
     )
+    with handle_stop(run, options), bar:
+        yield bar
 
 
 @contextlib.contextmanager
@@ -552,8 +531,8 @@ def make_work(folder: Path, settings: Settings, probe: Probe, run: Run) -> launc
         device=probe.device,
         hardware=probe.name,
         timeout=run.stall_s,
-        point_limit=_get_point_limit(run),
-        retries=_get_retries(run),
+        point_limit=run.limits.point,
+        retries=run.limits.retries,
         command=get_typed_command(),
         worker=WORKER,
     )

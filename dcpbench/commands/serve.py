@@ -171,7 +171,7 @@ def serve(
 
 def _replay_points(points: Sequence["Point"], options: "JobOptions", run: opt.Run) -> None:
     """Replay each point in virtual time, in this process."""
-    from dcpbench.commands.point_runner import handle_stop, make_progress_bar
+    from dcpbench.commands.point_runner import show_progress
     from dcpbench.errors import DcpbenchError
     from dcpbench.launch.jobs import Progress
     from dcpbench.points.budget import find_engine_plan
@@ -181,7 +181,7 @@ def _replay_points(points: Sequence["Point"], options: "JobOptions", run: opt.Ru
     from dcpbench.serving.replay import replay_from_file
 
     out = RecordFile(options.folder)
-    with handle_stop(run, options), make_progress_bar(run, points, options) as bar:
+    with show_progress(run, points, options) as bar:
         for point in points:
             try:
                 record = replay_from_file(
@@ -207,7 +207,7 @@ def _print_notes(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
     """Print notes about the options: unordered traces, and long live runs."""
     from dcpbench.points.names import LIVE
 
-    if run.caller.elsewhere is not None or (run.caller.part is not None and not run.dry_run):
+    if not run.prints_notes:
         return
     loads = cast("ServeLoads", spec.serve)
     print_load_notes(loads, spec.settings, cpu=probe.device == "cpu")

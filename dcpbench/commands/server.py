@@ -16,12 +16,12 @@ from dcpbench.points.structured_options import Client, Find, Gpu, Prefill, Timeo
 from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from dcpbench.commands.find_loads import LoadSearch
     from dcpbench.launch.launcher import JobOptions
     from dcpbench.plan.grid import Candidate
     from dcpbench.plan.load_search import LoadRange
+    from dcpbench.plan.serve_spec import ServeLoads
     from dcpbench.plan.server_spec import ServerSpec
     from dcpbench.points.point import Point
     from dcpbench.servers.measure import ClientConfig
@@ -260,12 +260,11 @@ def _check_replay(replays: Replays, options: Options, given: dict[str, object]) 
 
 def _check_no_source(replays: Replays, options: Options, run: Run) -> None:
     """Raise UsageError for an option about a server or its client, next to --step-times."""
-    limits = run.timeout or Timeout()
     others = {
         "--token-budget": replays.token_budget,
         "--gpu": run.gpu,
-        "--timeout stall": limits.stall,
-        "--timeout start": limits.start,
+        "--timeout stall": run.limits.stall,
+        "--timeout start": run.limits.start,
     }
     given = [*list_changed(options), *(name for name, value in others.items() if value is not None)]
     if given:
@@ -284,6 +283,7 @@ def replay_step_times(
     import msgspec
 
     from dcpbench.commands import point_runner
+    from dcpbench.commands.find_loads import make_search
     from dcpbench.launch import folders
     from dcpbench.plan.grid import Candidate
     from dcpbench.plan.option_parsers import check_known
@@ -315,13 +315,14 @@ def replay_step_times(
     settings = msgspec.structs.replace(spec.settings, step_times=resolved)
     probe = Probe(device="cpu" if cpu else "cuda", count=int(times.path["tp"]), name=times.environment.device)
     point_runner.record_device(run, probe)
-    if run.dry_run or run.caller.part is None:
+    if run.prints_notes:
         print_load_notes(spec.loads, settings, cpu=cpu)
 
-    def expand(spec: "ServerSpec") -> "list[Candidate]":
-        return [Candidate(point=point) for point in make_step_time_points(spec, times)]
+    def expand(loads: "ServeLoads", repeats: int) -> "list[Candidate]":
+        changed = dataclasses.replace(spec, loads=loads, repeats=repeats)
+        return [Candidate(point=point) for point in make_step_time_points(changed, times)]
 
-    candidates = expand(spec)
+    candidates = expand(spec.loads, spec.repeats)
     if point_runner.finish_if_planned(candidates, probe, run):
         return 0
     folder = run.output or folders.choose_folder(
@@ -333,7 +334,7 @@ def replay_step_times(
         from dcpbench.servers.engine_replay import replay_server_point
         from dcpbench.servers.measure import list_point_progress
 
-        with point_runner.handle_stop(run, options), point_runner.make_progress_bar(run, points, options) as bar:
+        with point_runner.show_progress(run, points, options) as bar:
             for progress in list_point_progress(points, bar):
                 record = replay_server_point(
                     progress.point,
@@ -347,29 +348,8 @@ def replay_step_times(
                 progress.show_record(RecordFile(options.folder).append(record))
 
     options = point_runner.make_work(folder, settings, probe, run)
-    search = _make_search(bounds, spec, expand)
+    search = make_search(bounds, spec.loads, settings.slo, expand)
     return point_runner.run_candidates(candidates, folder, options, probe, run, run_all, search=search)
-
-
-def _make_search(
-    bounds: "LoadRange | None",
-    spec: "ServerSpec",
-    expand: "Callable[[ServerSpec], list[Candidate]]",
-    *,
-    one_by_one: bool = False,
-) -> "LoadSearch | None":
-    """Return the search for the highest load of servers, for several layouts `one_by_one` or in turn; None without bounds."""
-    from dcpbench.commands.find_loads import LoadSearch
-    from dcpbench.plan.load_search import limit_clients, set_load
-
-    if bounds is None:
-        return None
-    limited = limit_clients(bounds, spec.loads)
-
-    def expand_load(load: float) -> "list[Candidate]":
-        return expand(dataclasses.replace(spec, loads=set_load(spec.loads, limited, load), repeats=limited.repeats))
-
-    return LoadSearch(bounds=limited, slo=spec.settings.slo, expand=expand_load, one_by_one=one_by_one)
 
 
 def _check_one_source(options: Options, run: Run) -> None:
@@ -386,8 +366,7 @@ def _check_one_source(options: Options, run: Run) -> None:
             f"{given[1]} starts a server, and --url measures one that runs already; leave out --url {options.url} to start "
             f"one, or leave out {given[1]}."
         )
-    limits = run.timeout or Timeout()
-    started = {"--weights": options.weights, "--engine-args": options.engine_args, "--timeout start": limits.start}
+    started = {"--weights": options.weights, "--engine-args": options.engine_args, "--timeout start": run.limits.start}
     if options.url is not None and (alone := [name for name, value in started.items() if value is not None]):
         raise UsageError(f"{alone[0]} is for servers that dcpbench starts; leave it out with --url.")
     if options.url is None and run.gpu_count is not None:
@@ -399,6 +378,7 @@ def _measure_running(
 ) -> int:
     """Measure a server that runs already; with `bounds`, search the load."""
     from dcpbench.commands import point_runner
+    from dcpbench.commands.find_loads import make_search
     from dcpbench.launch import folders
     from dcpbench.plan.server_spec import make_server_spec
     from dcpbench.points.device_probe import Probe
@@ -413,10 +393,11 @@ def _measure_running(
     )
     from dcpbench.servers.profile import make_traces_folder
 
-    spec = make_server_spec(given, cpu=run.device == "cpu")
+    cpu = run.device == "cpu"
+    spec = make_server_spec(given, cpu=cpu)
     if spec.wrong is not None:
         raise spec.wrong
-    probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=spec.layout["tp"], name=run.gpu_name or "")
+    probe = Probe(device="cpu" if cpu else "cuda", count=spec.layout["tp"], name=run.gpu_name or "")
     config = _make_client_config(url, options, run, spec.layout["tp"])
     if run.caller.elsewhere is not None:
         return 0
@@ -424,17 +405,17 @@ def _measure_running(
         dp=spec.layout["dp"], dcp=spec.layout["dcp"]
     )
     card = info.find_model(spec.model)
-    if run.dry_run or run.caller.part is None:
+    point_runner.record_device(run, probe)
+    if run.prints_notes:
         for note in (f"{config.target.url}: {f'{info.engine} {info.version}'.rstrip()}, model {card.id}.", *info.notes):
             print_stderr(note)
-    point_runner.record_device(run, probe)
-    if run.dry_run or run.caller.part is None:
-        print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
+        print_load_notes(spec.loads, spec.settings, cpu=cpu)
 
-    def expand(spec: "ServerSpec") -> "list[Candidate]":
-        return _reject_replays(make_candidates(spec.make_points(info.engine, card.id), card.max_model_len))
+    def expand(loads: "ServeLoads", repeats: int) -> "list[Candidate]":
+        points = dataclasses.replace(spec, loads=loads, repeats=repeats).make_points(info.engine, card.id)
+        return _reject_replays(make_candidates(points, card.max_model_len))
 
-    candidates = expand(spec)
+    candidates = expand(spec.loads, spec.repeats)
     if point_runner.finish_if_planned(candidates, probe, run):
         return 0
     if options.traces is not None:
@@ -447,12 +428,12 @@ def _measure_running(
         server = MeasuredServer(
             config=config, info=info, prompt_format=prompt_format, settings=options.settings, folder=options.folder
         )
-        with point_runner.handle_stop(run, options), point_runner.make_progress_bar(run, points, options) as bar:
+        with point_runner.show_progress(run, points, options) as bar:
             replay = functools.partial(replay_on_server, options=options_of_replays)
             measure_points(list_point_progress(points, bar), server, replay=replay)
 
     work = point_runner.make_work(folder, spec.settings, probe, run)
-    search = _make_search(bounds, spec, expand)
+    search = make_search(bounds, spec.loads, spec.settings.slo, expand)
     return point_runner.run_candidates(candidates, folder, work, probe, run, run_all, search=search)
 
 
@@ -461,6 +442,7 @@ def _measure_started(
 ) -> int:
     """Start a server for each layout and each combination of flags, and measure all loads on it; with `bounds`, search the load."""
     from dcpbench.commands import point_runner
+    from dcpbench.commands.find_loads import make_search
     from dcpbench.commands.started_servers import check_programs, get_start_s, list_commands, print_commands
     from dcpbench.launch import folders
     from dcpbench.plan.server_spec import make_server_spec, split_layouts
@@ -476,7 +458,8 @@ def _measure_started(
     preset = resolve_engine(options.engine, options.serve_cmd, options.engine_args)
     split = [_add_default_ep(preset, one) for one in split_layouts({"tp": 1, **given})]
     weights = choose_weights(preset, str(given["model"]), options.weights)
-    specs = [make_server_spec(one, cpu=run.device == "cpu", weights=weights) for one in split]
+    cpu = run.device == "cpu"
+    specs = [make_server_spec(one, cpu=cpu, weights=weights) for one in split]
     spec, model = specs[0], str(specs[0].model)
     config = _make_client_config("http://127.0.0.1:1", options, run, spec.layout["tp"])
     if point_runner.is_values_only(run, ()):
@@ -484,16 +467,17 @@ def _measure_started(
 
     tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
 
-    def expand(changed: "ServerSpec") -> "list[Candidate]":
-        same = [dataclasses.replace(one, loads=changed.loads, repeats=changed.repeats) for one in specs]
-        return _list_candidates(same, preset, model)
+    def expand(loads: "ServeLoads", repeats: int) -> "list[Candidate]":
+        return _list_candidates(
+            [dataclasses.replace(one, loads=loads, repeats=repeats) for one in specs], preset, model
+        )
 
-    candidates = expand(spec)
+    candidates = expand(spec.loads, spec.repeats)
     check_commands_differ(preset, [c.point for c in candidates if c.error is None], model)
-    probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu_name or "")
+    probe = Probe(device="cpu" if cpu else "cuda", count=max(tps), name=run.gpu_name or "")
     point_runner.record_device(run, probe)
-    if run.dry_run or run.caller.part is None:
-        print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
+    if run.prints_notes:
+        print_load_notes(spec.loads, spec.settings, cpu=cpu)
     if point_runner.finish_if_planned(candidates, probe, run):
         if not run.as_json:
             print_commands(list_commands(candidates, preset, model, str(options.traces or "")))
@@ -504,21 +488,21 @@ def _measure_started(
     folder = run.output or folders.choose_folder(f"{preset.name}-{Path(model).name}", tps)
 
     def run_all(points: "Sequence[Point]", options: "JobOptions", run: opt.Run) -> None:
-        with point_runner.handle_stop(run, options), point_runner.make_progress_bar(run, points, options) as bar:
+        with point_runner.show_progress(run, points, options) as bar:
             servers = ServerSweep(
                 engine=preset,
                 model=model,
                 config=config,
                 settings=options.settings,
                 folder=options.folder,
-                limit_s=get_start_s(run.timeout),
+                limit_s=get_start_s(run.limits),
                 replay=ReplayOptions(policy=replays.policy or "", token_budget=replays.token_budget),
                 kept=kept if bounds else None,
             )
             servers.measure(points, bar)
 
     work = point_runner.make_work(folder, spec.settings, probe, run)
-    search = _make_search(bounds, spec, expand, one_by_one=True)
+    search = make_search(bounds, spec.loads, spec.settings.slo, expand, one_by_one=True)
     with KeptServer() as kept:
         return point_runner.run_candidates(candidates, folder, work, probe, run, run_all, given=given, search=search)
 
@@ -537,10 +521,9 @@ def _list_candidates(specs: "Sequence[ServerSpec]", preset: "Engine", model: str
 def _reject_replays(candidates: "Sequence[Candidate]") -> "list[Candidate]":
     """Return the candidates; those that would be replayed in a layout that no policy models are rejected."""
     from dcpbench.servers.engine_replay import find_unsupported
-    from dcpbench.servers.measure import is_replay
 
     return [
-        dataclasses.replace(one, error=one.error or find_unsupported(one.point)) if is_replay(one.point) else one
+        dataclasses.replace(one, error=one.error or find_unsupported(one.point)) if one.point.replayed else one
         for one in candidates
     ]
 
@@ -567,7 +550,7 @@ def _make_client_config(url: str, options: Options, run: opt.Run, tp: int) -> "C
     from dcpbench.servers.request_options import parse_extra_body, parse_headers
 
     check_known("endpoint", options.endpoint, ENDPOINTS)
-    check_server_limits(run.timeout)
+    check_server_limits(run.limits)
     client = options.client or Client()
     for key, value in (("warm-up", client.warm_up), ("retries", client.retries)):
         if value < 0:
@@ -583,7 +566,7 @@ def _make_client_config(url: str, options: Options, run: opt.Run, tp: int) -> "C
     headers, extra_body = parse_headers(options.header or ()), parse_extra_body(options.extra_body)
     key = load_api_key(options.api_key_env)
     return ClientConfig(
-        target=Target.from_url(url, key=key, headers=headers, timeout_s=get_request_s(run.timeout)),
+        target=Target.from_url(url, key=key, headers=headers, timeout_s=get_request_s(run.limits)),
         endpoint=options.endpoint,
         tokenizer=options.tokenizer,
         extra_body=extra_body,

@@ -29,17 +29,17 @@ def check_options(given: Iterable[str], taken: Collection[str], source: str) -> 
         raise UsageError(f"{wrong[0]} is an option of dcpbench's own engine; leave it out, or {source}.")
 
 
-def get_start_s(limits: Timeout | None) -> float:
+def get_start_s(limits: Timeout) -> float:
     """Return the time after which a server that accepts no requests has failed."""
-    return START_S if limits is None or limits.start is None else limits.start
+    return START_S if limits.start is None else limits.start
 
 
-def get_request_s(limits: Timeout | None) -> float:
+def get_request_s(limits: Timeout) -> float:
     """Return the time without a token after which a request has failed."""
-    return REQUEST_S if limits is None or limits.stall is None else limits.stall
+    return REQUEST_S if limits.stall is None else limits.stall
 
 
-def check_server_limits(limits: Timeout | None) -> None:
+def check_server_limits(limits: Timeout) -> None:
     """Raise UsageError for a time limit of a server that is not positive."""
     check_seconds("--timeout", get_request_s(limits), int(REQUEST_S))
     check_seconds("--timeout start", get_start_s(limits), int(START_S))

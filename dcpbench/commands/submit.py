@@ -14,8 +14,8 @@ import typer
 
 from dcpbench.commands import elsewhere
 from dcpbench.commands.command import PARSER_ERROR, Group, load_command, make_panel, register_command
-from dcpbench.commands.elsewhere import remove_options
 from dcpbench.errors import CapacityError, OutputError, UsageError
+from dcpbench.plan.command_line import remove_options
 from dcpbench.points import redaction
 from dcpbench.points.names import format_flag
 from dcpbench.show.terminal import print_stderr

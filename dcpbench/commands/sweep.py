@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import Group, collect_typed, make_panel, make_structured
+from dcpbench.commands.command import Group, collect_typed, list_changed, make_panel, make_structured
 from dcpbench.points.structured_options import Mtp, Stages, Timeout
 
 ENGINE = make_panel("Another engine")
@@ -134,7 +134,6 @@ def sweep(
     from dcpbench.commands import point_runner
     from dcpbench.errors import UsageError
     from dcpbench.plan.spec import make_spec, read_options
-    from dcpbench.points.names import format_flag
 
     point_runner.check_run(run)
     from_file = read_options(run.config) if run.config else {}
@@ -143,9 +142,8 @@ def sweep(
         from dcpbench.commands.sweep_engines import measure_engine
 
         return measure_engine(engines, given, run)
-    defaults = vars(Engines())
-    alone = [format_flag(name) for name, value in vars(engines).items() if value != defaults[name]]
-    if run.timeout is not None and run.timeout.start is not None:
+    alone = list_changed(engines)
+    if run.limits.start is not None:
         alone.append("--timeout start")
     if alone:
         raise UsageError(f"{alone[0]} needs an engine that is started; add for example --engine vllm.")

@@ -83,14 +83,14 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
                 rates=rates,
                 keep_traces=engines.traces is not None,
             )
-            with point_runner.handle_stop(run, options), point_runner.make_progress_bar(run, points, options) as bar:
+            with point_runner.show_progress(run, points, options) as bar:
                 servers = ServerSweep(
                     engine=engine,
                     model=model,
                     config=dataclasses.replace(config, traces=traces),
                     settings=options.settings,
                     folder=options.folder,
-                    limit_s=get_start_s(run.timeout),
+                    limit_s=get_start_s(run.limits),
                     measure_point=measure,
                 )
                 servers.measure(points, bar)
@@ -106,12 +106,12 @@ def _check_options(engines: Engines, given: Mapping[str, object], run: RunOnMach
     check_options(given, TAKEN, "--engine")
     if given.get("baseline"):
         raise UsageError("--baseline adds no layouts with --engine; name the degrees, for example --dcp 1,2.")
-    machine = {"--gpu": run.gpu, "--timeout point": run.timeout and run.timeout.point, "--nodes": run.nodes}
-    machine |= {"--timeout retries": (run.timeout and run.timeout.retries) or None}
+    machine = {"--gpu": run.gpu, "--timeout point": run.limits.point, "--nodes": run.nodes}
+    machine |= {"--timeout retries": run.limits.retries or None}
     if wrong := [name for name, value in machine.items() if value is not None]:
         raise UsageError(f"{wrong[0]} is for jobs of dcpbench's own engine; leave it out with --engine.")
     read.check_known("device", run.device, DEVICES)
-    check_server_limits(run.timeout)
+    check_server_limits(run.limits)
     if engines.traces is not None and given.get("profile") is False:
         raise UsageError(
             "--traces keeps the traces of the profile, and --no-profile records none; leave one of them out."
@@ -119,7 +119,6 @@ def _check_options(engines: Engines, given: Mapping[str, object], run: RunOnMach
 
 
 def _parse_model(given: Mapping[str, object]) -> str:
-    """Return the one model that is served."""
     names = read.parse_names("model", given["model"]) if "model" in given else ()
     if not names:
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
@@ -131,7 +130,6 @@ def _parse_model(given: Mapping[str, object]) -> str:
 
 
 def _parse_settings(given: Mapping[str, object]) -> Settings:
-    """Return how points are measured."""
     found = {name: PARSERS[name](name, given[name]) for name in ("seconds", "profile") if name in given}
     settings = Settings(**found)  # type: ignore[arg-type]
     read.check_seconds("--seconds", settings.seconds, 10)
@@ -142,7 +140,8 @@ def _list_candidates(engine: Engine, model: str, given: Mapping[str, object], *,
     """Return all points; those that the engine or the limits of its command exclude have the error."""
     defaults = get_defaults(Probe(device="cpu" if cpu else "cuda", count=1, name=""))
     counts = {
-        name: _parse_counts(name, given, cast("tuple[int, ...]", defaults[name])) for name in ("concurrency", "context")
+        name: read.parse_positive_ints(name, given[name]) if name in given else cast("tuple[int, ...]", defaults[name])
+        for name in ("concurrency", "context")
     }
     repeats = cast("int", PARSERS["repeats"]("repeats", given.get("repeats", 1)))
     read.check_positive("repeats", repeats)
@@ -153,13 +152,6 @@ def _list_candidates(engine: Engine, model: str, given: Mapping[str, object], *,
         engine, parse_grid(given, model, layouts), counts["concurrency"], counts["context"], repeats
     )
     return [Candidate(point=point, error=_find_error(engine, point, model)) for point in points]
-
-
-def _parse_counts(name: str, given: Mapping[str, object], default: tuple[int, ...]) -> tuple[int, ...]:
-    values = tuple(dict.fromkeys(read.parse_ints(name, given[name]))) if name in given else default
-    for value in values:
-        read.check_positive(name, value)
-    return values
 
 
 def _find_error(engine: Engine, point: Point, model: str) -> DcpbenchError | None:
@@ -190,7 +182,7 @@ def _make_client_config(run: RunOnMachines, *, cpu: bool) -> ClientConfig:
     """Return the settings of the client; the port of its server follows later."""
     return ClientConfig(
         target=Target.from_url(
-            "http://127.0.0.1:1", key=load_api_key(KEY_VARIABLE), timeout_s=get_request_s(run.timeout)
+            "http://127.0.0.1:1", key=load_api_key(KEY_VARIABLE), timeout_s=get_request_s(run.limits)
         ),
         command=get_typed_command(),
         device=CPU if cpu else "",

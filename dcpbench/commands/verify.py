@@ -218,7 +218,7 @@ def _check_servers(remote: ServerOptions, run: Run) -> None:
         "--engine-args": remote.engine_args,
         "--weights": remote.weights,
         "--max-context": remote.max_context,
-        "--timeout start": run.timeout and run.timeout.start,
+        "--timeout start": run.limits.start,
     }
     if alone := [name for name, value in started.items() if value is not None]:
         raise UsageError(f"{alone[0]} needs an engine that is started; add for example --engine vllm.")

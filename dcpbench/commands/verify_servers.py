@@ -115,8 +115,10 @@ def _make_questions(
     read.check_known("endpoint", remote.endpoint, ENDPOINTS)
     check_rounds(remote.repeats)
     return Questions(
-        lengths=_read_numbers("context", load.context),
-        batches=_read_numbers("concurrency", load.concurrency) or batches,
+        lengths=None if load.context is None else sorted(read.parse_positive_ints("context", load.context)),
+        batches=batches
+        if load.concurrency is None
+        else sorted(read.parse_positive_ints("concurrency", load.concurrency)),
         prompts=prompts,
         tokens=load.new_tokens or tokens,
         rounds=remote.repeats,
@@ -133,7 +135,7 @@ def _make_target(url: str, remote: ServerOptions, run: Run) -> Target:
 
 def _make_check(remote: ServerOptions, given: dict[str, object], load: Load, run: Run) -> EngineCheck:
     """Return the comparison that the options describe. Raise UsageError for invalid ones."""
-    check_server_limits(run.timeout)
+    check_server_limits(run.limits)
     if run.gpu is not None:
         raise UsageError("--gpu plans for dcpbench's own engine; leave it out with --engine.")
     if remote.url:
@@ -167,19 +169,9 @@ def _make_check(remote: ServerOptions, given: dict[str, object], load: Load, run
         target=_make_target("http://127.0.0.1:1", remote, run),
         max_context=max_context,
         tolerance=remote.tolerance,
-        start_timeout_s=get_start_s(run.timeout),
+        start_timeout_s=get_start_s(run.limits),
         folder=run.output or folders.choose_folder(f"verify-{'-'.join(x.name for x in engines)}", degrees),
     )
-
-
-def _read_numbers(name: str, text: str | None) -> list[int] | None:
-    """Return the numbers of a comma list in rising order; None without the option."""
-    if text is None:
-        return None
-    found = sorted(set(read.parse_ints(name, text)))
-    for value in found:
-        read.check_positive(name, value)
-    return found
 
 
 def _print_plan(settings: Sequence[Setting], commands: Sequence[str], run: Run) -> None:

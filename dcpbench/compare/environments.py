@@ -83,7 +83,6 @@ def count_layers_held(pairs: Sequence[Pair]) -> list[LayersHeld]:
 
 
 def _collect_sides(pairs: Sequence[Pair]) -> tuple[list[Record], list[Record]]:
-    """Return the records of A and of B."""
     a, b = (
         [r for side in sides for _, found in side for r in found]
         for sides in zip(*((p.a, p.b) for p in pairs), strict=True)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from dcpbench.records.runs import Run
 
 MIN_ALPHA, MAX_SHARE = 1e-6, 0.5
-NOT_JUDGED = ExitCode.NO_ANSWER  # exit code if a rule had nothing that could have failed it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,9 @@ def run_comparison(a: Sequence[Run], b: Sequence[Run], options: Options, out: Ou
         append_step_summary(comparison_markdown.render(found))
     for path in paths:
         (sys.stderr if out.as_json else sys.stdout).write(f"Wrote {path}\n")
-    return ExitCode.WRONG if found.fails else NOT_JUDGED if found.unjudged else 0
+    if found.fails:
+        return ExitCode.WRONG
+    return ExitCode.NO_ANSWER if found.unjudged else 0  # a rule had nothing that could have failed it
 
 
 def write_files(found: Comparison, out: OutputTargets) -> list[Path]:

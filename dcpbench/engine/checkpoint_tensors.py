@@ -65,7 +65,7 @@ class _Tensors:
     def iter_layer(self, index: int) -> Iterator[NamedTensor]:
         s, names, prefix = self.shape, self.names, self.names.layer.format(index)
         yield self.read_vector(prefix + names.input_norm, s.hidden)
-        yield from self.iter_attention(prefix)
+        yield from self.iter_grouped_attention(prefix) if s.gqa else self.iter_latent_attention(prefix)
         yield self.read_vector(prefix + names.post_norm, s.hidden)
         if index < s.first_k_dense_replace:
             yield from self.iter_mlp(prefix + names.dense, s.intermediate_size)
@@ -78,9 +78,6 @@ class _Tensors:
             yield from self.iter_mlp(prefix + names.expert.format(expert), s.moe_intermediate_size)
         if s.shared_experts:
             yield from self.iter_mlp(prefix + names.shared, s.shared_experts * s.moe_intermediate_size)
-
-    def iter_attention(self, prefix: str) -> Iterator[NamedTensor]:
-        yield from self.iter_grouped_attention(prefix) if self.shape.gqa else self.iter_latent_attention(prefix)
 
     def iter_grouped_attention(self, prefix: str) -> Iterator[NamedTensor]:
         s, names = self.shape, self.names

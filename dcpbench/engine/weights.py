@@ -122,20 +122,6 @@ class Weights:
             return self.dense[index % len(self.dense)]
         return self.moe[(index - self.first_k_dense_replace) % len(self.moe)]
 
-    def count_bytes(self) -> int:
-        """Return the bytes of all tensors."""
-        return sum(t.nbytes for t in {id(t): t for t in _collect_tensors(self)}.values())
-
-
-def _collect_tensors(node: object) -> list[torch.Tensor]:
-    if isinstance(node, torch.Tensor):
-        return [node]
-    if isinstance(node, list):
-        return [t for child in node for t in _collect_tensors(child)]
-    if dataclasses.is_dataclass(node):
-        return [t for field in dataclasses.fields(node) for t in _collect_tensors(getattr(node, field.name))]
-    return []
-
 
 def load_weights(
     source: Source,

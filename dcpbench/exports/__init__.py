@@ -77,14 +77,14 @@ def export_runs(folders: Sequence[Path], to: str, output: Path | None, *, force:
     """
     if to not in FORMATS:
         raise UsageError(f"--to {to} is unknown{suggest_known(to, tuple(FORMATS))}")
-    from dcpbench.exports import measured_points
+    from dcpbench.exports.measured_points import MeasuredPoint
     from dcpbench.reports import dataframes
 
     module = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}")
     if folders and (name := getattr(module, "FILE", "")):  # before records are read, which can take minutes
         _check_free(_choose_paths({name: b""}, output, folders[0], to), force=force)
     runs = dataframes.read_runs(folders)
-    points = measured_points.collect_points(runs)
+    points = [MeasuredPoint(run.name, run.folder, record) for run in runs for record in run.records]
     rendered = module.render(points)
     note = _format_left_out(rendered.left_out, len(points))
     if not rendered.files:

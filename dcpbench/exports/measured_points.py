@@ -7,7 +7,7 @@ import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from dcpbench.points.names import MOE_EP, REPLAY, UNKNOWN
+from dcpbench.points.names import MOE_EP, UNKNOWN
 from dcpbench.records import metrics
 from dcpbench.records.record import WRONG_RESULTS, get_origin, is_forecast, is_functional
 from dcpbench.reports import load_labels
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.records.record import Record
-    from dcpbench.records.runs import Run
 
 FUNCTIONAL, REPLAYED, EMULATED = "functional", "replay", "emulated"  # `standing` of points without a measured speed
 
@@ -48,18 +47,12 @@ class MeasuredPoint:
             return FUNCTIONAL
         if is_forecast(self.record):
             return EMULATED
-        load = self.record.point.load
-        return REPLAYED if load is not None and load.mode == REPLAY else ""
+        return REPLAYED if self.record.point.replayed else ""
 
     @property
     def point_id(self) -> str:
         """Return 12 digits that are equal for all repeats of a point, and different for every other point."""
         return compute_digest(self.record.point.get_key_without_repeat())
-
-
-def collect_points(runs: Sequence[Run]) -> list[MeasuredPoint]:
-    """Return every point of these runs, the last record of each."""
-    return [MeasuredPoint(run.name, run.folder, record) for run in runs for record in run.records]
 
 
 @dataclasses.dataclass(frozen=True)

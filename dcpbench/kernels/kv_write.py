@@ -162,28 +162,22 @@ def choose_tiling(tokens: int, share: int) -> Tiling:
 
 
 def write_kv_fused(
-    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, shard: DcpShard, scale: float = 1.0
-) -> None:
-    """Write with one kernel."""
-    launch_kernel(kv_KQ, new_BQ, loc_B, choose_tiling(len(loc_B), shard.dcp), scale, shard)
-
-
-def launch_kernel(
     kv_KQ: torch.Tensor,
     new_BQ: torch.Tensor,
-    places_B: torch.Tensor,
-    tiles: Tiling,
-    scale: float,
+    loc_B: torch.Tensor,
     shard: DcpShard,
+    scale: float = 1.0,
+    tiles: Tiling | None = None,
 ) -> None:
-    """Launch one kernel."""
+    """Write with one kernel."""
+    tiles = tiles or choose_tiling(len(loc_B), shard.dcp)
     fp8 = kv_KQ.element_size() == 1
     launches_dependents = e4m3.get_capability(kv_KQ.device) >= (9, 0)
-    _write_kernel[(triton.cdiv(len(places_B), tiles.tile),)](
+    _write_kernel[(triton.cdiv(len(loc_B), tiles.tile),)](
         kv_KQ.view(torch.uint8) if fp8 else kv_KQ,
         new_BQ,
-        places_B,
-        len(places_B),
+        loc_B,
+        len(loc_B),
         kv_KQ.stride(0),
         new_BQ.stride(0),
         1.0 / scale,

@@ -31,6 +31,7 @@ class Ranks:
     def __init__(self, folder: Path, logs: Path, events: Path, ranks: range) -> None:
         """Observe `ranks`; `events` is the file to which rank 0 appends a line of JSON for each event."""
         self.folder, self.logs, self.ranks = folder, logs, ranks
+        self.other_logs: list[Path] = []  # logs of other processes than ranks
         self.event_tail = Tail(events)
 
     def read_failures(self) -> list[Failure]:
@@ -47,14 +48,10 @@ class Ranks:
         any.
         """
         ranks = [*first, *(f.rank for f in self.read_failures()), *self.ranks]
-        for path in [self.logs / f"rank-{rank}.log" for rank in ranks] + self.list_other_logs():
+        for path in [self.logs / f"rank-{rank}.log" for rank in ranks] + self.other_logs:
             if lines := read_text(path).strip().splitlines():
                 return path.name, lines[-LOG_LINES:]
         return "", []
-
-    def list_other_logs(self) -> list[Path]:
-        """Return the logs other than those of the ranks."""
-        return []
 
     def collect_stacks(self) -> dict[str, str]:
         """Return the Python stacks of every rank of this machine; they write them on SIGUSR1, to their file or into
@@ -66,16 +63,12 @@ class Ranks:
 
     def send_signal(self, number: int) -> None:
         """Send a signal to every rank of this machine that is alive."""
-        for pid in self.read_pids():
+        for pid in self.find_pids().values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
 
-    def read_pids(self) -> list[int]:
-        """Return the ids of the living ranks of this machine, excluding processes that have reused an id."""
-        return [*self.find_pids().values()]
-
     def find_pids(self) -> dict[int, int]:
-        """Return the ids of the living ranks, by rank."""
+        """Return the ids of the living ranks of this machine, by rank, excluding processes that have reused an id."""
         words = {rank: read_text(self.folder / f"rank-{rank}.pid").split() for rank in self.ranks}
         recorded = {r: (int(w[0]), w[1]) for r, w in words.items() if len(w) == 2 and w[0].isdecimal()}  # noqa: PLR2004 -- id and ticks
         return {

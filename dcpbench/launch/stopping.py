@@ -13,8 +13,6 @@ from dcpbench.show.terminal import print_stderr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-INTERRUPTED = ExitCode.INTERRUPTED  # exit code of a command after Ctrl-C
-
 
 @contextlib.contextmanager
 def print_when_stopped(text: str | Callable[[], str]) -> Iterator[None]:
@@ -29,7 +27,7 @@ def print_when_stopped(text: str | Callable[[], str]) -> Iterator[None]:
         with contextlib.suppress(OSError):  # the terminal may be gone
             if words := text if isinstance(text, str) else text():
                 print_stderr(f"\n{words}")
-        sys.exit(e.code if isinstance(e, SystemExit) else INTERRUPTED)
+        sys.exit(e.code if isinstance(e, SystemExit) else ExitCode.INTERRUPTED)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -66,6 +66,7 @@ class Running(Ranks):
         super().__init__(Path(job.folder), job.get_log_folder(), job.get_progress_path(), ranks)
         self.job = job
         self.agent_log = self.logs / "agent.log"
+        self.other_logs = [self.agent_log]
         self.started, self.begun = time.time(), time.monotonic()
         self.remove_files()
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -133,10 +134,6 @@ class Running(Ranks):
         rank, code = int(found[1]), int(found[2])
         code = SIGNAL_EXIT_BASE - code if code > SIGNAL_EXIT_BASE else code
         return Exit(rank=self.ranks.start + rank, code=code, terminated=False, at=0.0)
-
-    def list_other_logs(self) -> list[Path]:
-        """Return torchrun's log."""
-        return [self.agent_log]
 
     def kill(self, wait_s: float = END_WAIT_S) -> None:
         """End all processes of the job. torchrun ends its ranks on SIGTERM; a rank that ignores it is killed.

@@ -29,13 +29,27 @@ def update_command(
 
     `argv` is the command and its arguments. If it is empty or of another command, only the options in `given` are returned.
     """
-    kept = remove_options(argv[1:], {*given, *others}) if argv and argv[0] == command else []
+    kept = remove_options_with_words(argv[1:], {*given, *others}) if argv and argv[0] == command else []
     put = (word for option, value in given.items() for word in (option, value) if word)
     return [command, *put, *kept]
 
 
-def remove_options(argv: Sequence[str], options: set[str]) -> list[str]:
-    """Return the arguments without some options and their values."""
+def remove_options(argv: Sequence[str], valued: Sequence[str], switches: Sequence[str] = ()) -> list[str]:
+    """Return the arguments without some options that take a value, and without some switches."""
+    kept: list[str] = []
+    left = iter(argv)
+    for word in left:
+        if word in valued:
+            next(left, None)
+        elif word not in switches and not any(
+            word.startswith(f"{v}=") or (word.startswith(v) and not v.startswith("--")) for v in valued
+        ):
+            kept.append(word)
+    return kept
+
+
+def remove_options_with_words(argv: Sequence[str], options: set[str]) -> list[str]:
+    """Return the arguments without some options, and without all words from each of them to the next option."""
     kept, dropped = [], False
     for word in argv:
         if word.startswith("-"):

@@ -110,6 +110,14 @@ def parse_ints(name: str, value: object) -> tuple[int, ...]:
     return tuple(dict.fromkeys(parse_int(name, item) for item in split_items(name, value)))
 
 
+def parse_positive_ints(name: str, value: object) -> tuple[int, ...]:
+    """Parse `4,8`, each number once. Raise UsageError for a number of 0 or less."""
+    found = parse_ints(name, value)
+    for number in found:
+        check_positive(name, number)
+    return found
+
+
 def parse_int(name: str, value: object) -> int:
     """Return the number of `4` or `64k`. Raise UsageError."""
     found = parse_count(value) if isinstance(value, str) else value

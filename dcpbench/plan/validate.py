@@ -149,7 +149,7 @@ def _check_layout(point: Point, shape: ModelShape) -> None:
 
 def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
     """Raise UsageError unless the engine computes the model with its weights; replays with given step times need no engine."""
-    if point.layout.gpus > point.tp and not (point.load and point.load.mode == REPLAY):
+    if point.layout.gpus > point.tp and not point.replayed:
         raise UsageError(
             f"{point.instance_name}: the engine runs no pipeline stages and no prefill context parallelism. To plan them, add --dry-run, "
             "or use dcpbench recommend; to replay requests, use dcpbench serve --mode replay; to measure them, start an engine in this "
@@ -304,7 +304,7 @@ def _check_emulated(point: Point, machine: Machine) -> None:
             f"--emulate {point.emulate}: one rank's results mean nothing without the others'; "
             + ("verify compares results: leave --emulate out." if not machine.timed else "leave --weights out.")
         )
-    if point.load and point.load.mode != REPLAY:
+    if point.load and not point.replayed:
         raise UsageError(
             f"--emulate {point.emulate}: requests are answered by all ranks, and one has no answers; add --mode replay, which "
             "serves them in virtual time."

@@ -284,6 +284,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         load = self.load
         return self.concurrency * max(load.subagents if load is not None and load.arrival == names.CLOSED else 0, 1)
 
+    @property
+    def replayed(self) -> bool:
+        """Return True if its requests are replayed in virtual time instead of served."""
+        return self.load is not None and self.load.mode == names.REPLAY
+
     def format_exchange_label(self) -> str:
         """Return the exchange with the options that are on: `a2a +q-replicate`; empty if no exchange is known."""
         return " ".join(self.format_changed_fields(EXCHANGE))

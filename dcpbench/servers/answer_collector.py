@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 SCALE_TOKENS = 256  # length of a prompt that gives the scale of log-probabilities if all others are too long
 
-_decoder = msgspec.msgpack.Decoder(LengthAnswers)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Questions:
@@ -69,7 +67,7 @@ class SharedPrompts:
 
 
 class CollectedAnswers(msgspec.Struct, frozen=True, kw_only=True):
-    """Answers of one server, encoded by `encode_answers`: a length takes some MB, as objects several times as many."""
+    """Answers of one server, as MessagePack: a length takes some MB, as objects several times as many."""
 
     lengths: dict[int, bytes]
     scored: list[ScoredPrompt]  # of all lengths
@@ -85,14 +83,9 @@ class CollectedAnswers(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def encode_answers(answers: LengthAnswers) -> bytes:
-    """Return the answers as bytes."""
-    return msgspec.msgpack.encode(answers)
-
-
 def decode_answers(data: bytes) -> LengthAnswers:
-    """Return the answers that `encode_answers` encoded."""
-    return _decoder.decode(data)
+    """Return the answers to the prompts of a length, from MessagePack."""
+    return msgspec.msgpack.decode(data, type=LengthAnswers)
 
 
 async def find_shared_prompts(targets: Sequence[Target], questions: Questions) -> SharedPrompts:
@@ -166,7 +159,7 @@ class Collector:
             answers, scored = {}, []
             for length in lengths:
                 found = await self._collect_length(length, shared.vocab)
-                answers[length] = encode_answers(found)
+                answers[length] = msgspec.msgpack.encode(found)
                 scored += found.scored
             if lengths[0] > MAX_SCORED:
                 scored = await self._score_prompt(

@@ -163,7 +163,6 @@ def _count_all(found: Grouped, limits: Limits) -> list[Count]:
 
 
 def _count_pairs(effect: str, cell: Cell, prompts: Sequence[Sequence[Pair]], limits: Limits) -> Count:
-    """Count the pairs of each prompt."""
     pairs = [pair for of in prompts for pair in of]
     kinds = collections.Counter(pair.kind for pair in pairs)
     return Count(

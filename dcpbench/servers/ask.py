@@ -11,7 +11,7 @@ from dcpbench.errors import WorkerError
 from dcpbench.records.lines import UNREADABLE
 from dcpbench.servers.answer_pairs import Answer
 from dcpbench.servers.answers import BROKEN_OFF, is_refusal
-from dcpbench.servers.client import RequestError, WholeOkReply
+from dcpbench.servers.client import RequestError
 from dcpbench.servers.events import BadStream, Choice, Completion, Fault, StreamError, read_completion
 from dcpbench.servers.prompt_format import CHAT, PATHS
 from dcpbench.servers.token_counts import Limits
@@ -67,8 +67,7 @@ class Side:
         while True:
             tried = self._extras[0] if self._extras else {}
             try:
-                reply = await self._send_prompt(prompt, tokens, limits, tried)
-                found = read_completion(reply.data)
+                found = read_completion(await self._send_prompt(prompt, tokens, limits, tried))
                 if not found.choices:
                     raise WorkerError(f"{self.client.target.url}: its answer holds no choice.")
                 details = found.usage.prompt_tokens_details if found.usage else None
@@ -83,18 +82,12 @@ class Side:
             except StreamError as e:
                 raise WorkerError(f"{self.client.target.url}: {e}.") from e
 
-    async def _send_prompt(
-        self, prompt: np.ndarray, tokens: int, limits: Limits, extras: dict[str, Any]
-    ) -> WholeOkReply:
+    async def _send_prompt(self, prompt: np.ndarray, tokens: int, limits: Limits, extras: dict[str, Any]) -> bytes:
         more = {"stream": False, "stream_options": None, "seed": 0} | extras
         body = msgspec.json.decode(self.prompt_format.encode_body(prompt, tokens, ids=True, **more))
         body.pop("stream_options")
-        reply = WholeOkReply(MIN_ANSWER_BYTES + BYTES_OF_TOKEN * tokens + limits.echo_bytes)
-        path = PATHS[self.prompt_format.endpoint]
-        await self.client.send_request(
-            self.client.target.encode_request("POST", path, msgspec.json.encode(body)), reply
-        )
-        return reply
+        limit = MIN_ANSWER_BYTES + BYTES_OF_TOKEN * tokens + limits.echo_bytes
+        return await self.client.post(PATHS[self.prompt_format.endpoint], msgspec.json.encode(body), limit=limit)
 
 
 def check_answer(found: Completion, limits: Limits) -> Choice:

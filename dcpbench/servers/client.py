@@ -548,11 +548,11 @@ class Client:
         await self.send_request(self.target.encode_request("GET", path), reply, timeout_s)
         return reply
 
-    async def post(self, path: str, timeout_s: float | None = None) -> WholeReply:
-        """Return the answer to a POST without a body, like `get`."""
-        reply = WholeReply()
-        await self.send_request(self.target.encode_request("POST", path), reply, timeout_s)
-        return reply
+    async def post(self, path: str, body: bytes = b"", timeout_s: float | None = None, limit: int = MAX_BODY) -> bytes:
+        """Return the answer of status 200 to a POST, of at most `limit` bytes. Raise RequestError for another one, or none."""
+        reply = WholeOkReply(limit)
+        await self.send_request(self.target.encode_request("POST", path, body), reply, timeout_s)
+        return reply.data
 
     async def send_request(self, request: bytes, reply: Reply, timeout_s: float | None = None) -> None:
         """Send a request and wait for the end of its answer. Raise RequestError if it fails.

@@ -14,7 +14,7 @@ from dcpbench.errors import UsageError
 from dcpbench.plan import option_parsers as read
 from dcpbench.points.engine_points import format_settings, make_engine_load, make_engine_point
 from dcpbench.points.expert_distribution import EVEN
-from dcpbench.points.layout import Layout
+from dcpbench.points.layout import DEGREES, Layout
 from dcpbench.points.names import FP8, MOE_EP, SYNTHETIC, UNKNOWN, format_flag
 from dcpbench.points.redaction import register_command_line
 from dcpbench.servers.presets import check_commands_differ, choose_ep, choose_weights, make_environment
@@ -161,26 +161,13 @@ def _read_variants(engine: Engine, variants: Sequence[str], engines: int) -> dic
     return found
 
 
-def make_layouts(degrees: Mapping[str, Sequence[int]]) -> list[Layout]:
-    """Return all combinations of tp, dp and dcp in the given order. Raise LayoutError for degrees that do not divide."""
-    names = list(degrees)
-    return [Layout(**dict(zip(names, values, strict=True))) for values in itertools.product(*degrees.values())]
-
-
 def parse_layouts(given: Mapping[str, object]) -> list[Layout]:
     """Return the layouts of the options --tp, --dp and --dcp. Without --dcp they are dcp 1 and the largest dcp of each tp."""
-    degrees = {name: read.parse_ints(name, given[name]) for name in ("tp", "dp", "dcp") if name in given}
-    tps, dps = degrees.get("tp", (1,)), degrees.get("dp", (1,))
-    for name, values in degrees.items():
-        for value in values:
-            read.check_positive(name, value)
-    if "dcp" in degrees:
-        return make_layouts({"tp": tps, "dp": dps, "dcp": degrees["dcp"]})
+    degrees = {name: read.parse_positive_ints(name, given[name]) for name in DEGREES if name in given}
     return [
-        layout
-        for tp in tps
-        for dp in dps
-        for layout in make_layouts({"tp": (tp,), "dp": (dp,), "dcp": tuple(dict.fromkeys((1, max(tp // dp, 1))))})
+        Layout(tp=tp, dp=dp, dcp=dcp)
+        for tp, dp in itertools.product(degrees.get("tp", (1,)), degrees.get("dp", (1,)))
+        for dcp in degrees.get("dcp") or dict.fromkeys((1, max(tp // dp, 1)))
     ]
 
 

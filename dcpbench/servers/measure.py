@@ -22,7 +22,7 @@ from dcpbench.errors import CapacityError, DcpbenchError, OutputError, UsageErro
 from dcpbench.launch.jobs import Progress
 from dcpbench.measuring.gpu_state import is_throttled, sample_gpus
 from dcpbench.plan.grid import Candidate
-from dcpbench.points.names import CLOSED, REPLAY
+from dcpbench.points.names import CLOSED
 from dcpbench.records import formulas
 from dcpbench.records.file import RecordFile
 from dcpbench.records.model_sizes import read_model_sizes
@@ -192,12 +192,12 @@ def measure_points(
     of mode REPLAY; it comes first, before the server has seen the loads. A server that dies fails the points that are left.
     """
     out = RecordFile(server.folder)
-    replayed = [progress for progress in places if is_replay(progress.point)]
+    replayed = [progress for progress in places if progress.point.replayed]
     if replay is not None and replayed:
         records = replay([progress.point for progress in replayed], server, replayed[0].show)
         for progress, record in zip(replayed, records, strict=True):
             progress.show_record(out.append(_add_exit_reason(record, server)))
-    served = [progress for progress in places if not is_replay(progress.point)]
+    served = [progress for progress in places if not progress.point.replayed]
     for number, progress in enumerate(served):
         if ended := server.exit_reason:
             fail_points(served[number:], f"the server died: {ended}", server.config, server.folder)
@@ -230,11 +230,6 @@ def _add_exit_reason(record: Record, server: MeasuredServer) -> Record:
         return record
     detail = record.detail or dict(server.config.facts)
     return msgspec.structs.replace(record, reason=f"the server died: {ended}", detail=detail)
-
-
-def is_replay(point: Point) -> bool:
-    """Return True if a point is replayed with step times of the server instead of served by it."""
-    return point.load is not None and point.load.mode == REPLAY
 
 
 @dataclasses.dataclass(frozen=True)

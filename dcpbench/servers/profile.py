@@ -12,7 +12,7 @@ import numpy as np
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.servers import info as server_info
-from dcpbench.servers.client import CLIENT_ERROR, OK, Client, RequestError, Target, make_status_error
+from dcpbench.servers.client import CLIENT_ERROR, Client, RequestError, Target
 from dcpbench.servers.load import Call, LoadOptions, Run
 from dcpbench.servers.prompt_format import PATHS, find_prompt_format
 from dcpbench.show.text import format_count
@@ -138,13 +138,10 @@ async def run_profiler(client: Client) -> AsyncIterator[None]:
 
 async def _switch_profiler(client: Client, path: str) -> None:
     try:
-        reply = await client.post(path, timeout_s=600.0)
+        await client.post(path, timeout_s=600.0)
     except RequestError as e:
-        raise WorkerError(f"{client.target.url}{path}: {e.sentence}") from e
-    if reply.status != OK:
-        error = make_status_error(reply.status, reply.headers, reply.data)
-        how = f" It does not profile; {HOW}." if reply.status >= CLIENT_ERROR and path == START else ""
-        raise WorkerError(f"{client.target.url}{path}: {error.sentence}{how}")
+        how = f" It does not profile; {HOW}." if e.status >= CLIENT_ERROR and path == START else ""
+        raise WorkerError(f"{client.target.url}{path}: {e.sentence}{how}") from e
 
 
 async def wait_for_traces(

@@ -22,7 +22,6 @@ from dcpbench.servers.client import (
     NO_ENDPOINT,
     TOO_MANY,
     RequestError,
-    WholeOkReply,
 )
 from dcpbench.servers.events import Completion, StreamError, format_bad_stream, read_completion
 from dcpbench.servers.load import UNAVAILABLE, retry_while_busy
@@ -376,14 +375,8 @@ async def _count_prompt_tokens(client: Client, prompt_format: PromptFormat, coun
 
 async def _fetch_completion(client: Client, path: str, body: bytes, retries: int, limits: Limits) -> Completion:
     """Return an answer that is not streamed. Raise WorkerError if there is none, or if its usage is out of range."""
-
-    async def send_once() -> bytes:
-        reply = WholeOkReply()
-        await client.send_request(client.target.encode_request("POST", path, body), reply)
-        return reply.data
-
     try:
-        found = read_completion(await retry_while_busy(send_once, retries))
+        found = read_completion(await retry_while_busy(lambda: client.post(path, body), retries))
     except RequestError as e:
         raise WorkerError(f"{client.target.url} cannot be measured: {e.sentence}") from e
     except StreamError as e:

@@ -15,7 +15,7 @@ from dcpbench.errors import WorkerError
 from dcpbench.records.lines import decode_or_none
 from dcpbench.servers.answer_pairs import ScoredPrompt
 from dcpbench.servers.answers import is_refusal
-from dcpbench.servers.client import NO_ENDPOINT, RequestError, WholeOkReply
+from dcpbench.servers.client import NO_ENDPOINT, RequestError
 from dcpbench.servers.prompt_format import COMPLETIONS, IDS, PATHS
 
 if TYPE_CHECKING:
@@ -101,10 +101,7 @@ class PromptScorer:
         return parse_sglang_reply(data, prompt)
 
     async def _send(self, path: str, request: dict[str, Any], tokens: int) -> bytes:
-        reply = WholeOkReply((1 << 16) + BYTES_OF_TOKEN * tokens)
-        target = self.client.target
-        await self.client.send_request(target.encode_request("POST", path, msgspec.json.encode(request)), reply)
-        return reply.data
+        return await self.client.post(path, msgspec.json.encode(request), limit=(1 << 16) + BYTES_OF_TOKEN * tokens)
 
 
 def parse_vllm_reply(data: bytes, prompt: np.ndarray) -> list[float]:

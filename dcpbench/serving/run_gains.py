@@ -15,7 +15,6 @@ import msgspec
 from dcpbench.errors import DcpbenchError, RecordsError, UsageError
 from dcpbench.models import load_shape
 from dcpbench.points.memory import PAGES_OF_PADDING
-from dcpbench.points.names import REPLAY
 from dcpbench.points.settings import Settings
 from dcpbench.records.folder import GAINS_FILE
 from dcpbench.records.record import is_functional
@@ -94,7 +93,7 @@ def read_run_gains(folder: Path) -> list[RunGain]:
 def _iter_pairs(records: list[Record]) -> Iterator[_Pair]:
     """Yield for each load the layout with DCP that has most output per GPU, of those with a baseline that ran."""
     ran = [r for r in records if r.outcome == "ok" and r.serve is not None and not is_functional(r)]
-    replayed = [r for r in ran if r.point.load is not None and r.point.load.mode == REPLAY and not r.point.repeat]
+    replayed = [r for r in ran if r.point.replayed and not r.point.repeat]
     plain = {gain_split.make_baseline_key(r.point): r for r in replayed if r.point.dcp == 1}
     leading: dict[bytes, _Pair] = {}
     for record in replayed:

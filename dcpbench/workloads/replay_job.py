@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import RecordsError
 from dcpbench.exchange.torch_collectives import gather_objects, is_first
-from dcpbench.points.names import REPLAY
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.replay import make_step_times_name, replay_point
 from dcpbench.serving.step_cases import make_cases
@@ -45,7 +44,7 @@ def run(
     path, session = get_engine_path(point), serving.session
     name = make_step_times_name(path)
     if name not in known:
-        sharing = [p for p in points if p.load and p.load.mode == REPLAY and get_engine_path(p) == path]
+        sharing = [p for p in points if p.replayed and get_engine_path(p) == path]
         old = _load_earlier_times(serving, sharing, environment, folder / name)
         if old is None:
             tell("capture")

@@ -183,8 +183,8 @@ class TestLock:
         """A rank's file has its start time; the other process started earlier, and outlives the job."""
         other = subprocess.Popen(["sleep", "600"])
         with Running(job(tmp_path), RendezvousOptions(), "fake_worker") as running:
-            wait_until(lambda: len(running.read_pids()) == 2, "both ranks")
-            (rank,) = (pid for pid in running.read_pids() if f"{pid} " in (tmp_path / "rank-1.pid").read_text())
+            wait_until(lambda: len(running.find_pids()) == 2, "both ranks")
+            rank = running.find_pids()[1]
             content = (tmp_path / "rank-1.pid").read_text()
             (tmp_path / "rank-1.pid").write_text(content.replace(str(rank), str(other.pid), 1))
         assert other.poll() is None

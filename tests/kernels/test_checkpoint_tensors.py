@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from dcpbench.engine.checkpoint import CheckpointSource
 from dcpbench.engine.checkpoint_tensors import iter_checkpoint_tensors
 from dcpbench.engine.synthetic import SyntheticSource
-from dcpbench.engine.weights import Moe, Weights, load_weights
+from dcpbench.engine.weights import Moe, load_weights
 from dcpbench.engine_plugins import fill_model
 from dcpbench.engine_plugins.vllm import LOAD_FORMAT
 from dcpbench.errors import ModelError
@@ -23,6 +23,7 @@ from dcpbench.models.tensor_names import TensorNames
 from dcpbench.points.layout import Layout
 from dcpbench.points.memory import Layers
 from dcpbench.points.names import MOE_EP, MOE_TP
+from tests.unit.engine_builder import collect_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,12 +47,6 @@ def make_source(device: str = "cpu") -> SyntheticSource:
     return SyntheticSource(5, torch.bfloat16, torch.device(device))
 
 
-def list_tensors(weights: Weights) -> list[torch.Tensor]:
-    from dcpbench.engine.weights import _collect_tensors  # every tensor of the nested dataclasses
-
-    return _collect_tensors(weights)
-
-
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("tp", "ep"), [(1, MOE_EP), (2, MOE_TP), (2, MOE_EP), (4, MOE_TP)])
 @pytest.mark.parametrize("shape", [SHAPE, GROUPED], ids=["mla", "gqa"])
@@ -67,7 +62,7 @@ def test_shards_read_from_a_checkpoint_equal_drawn_shards(
             load_weights(s, shape, Layout(tp=tp), rank, layers, ep=ep, fp8=fp8)
             for s in (make_source(), CheckpointSource(tmp_path, torch.bfloat16, torch.device("cpu")))
         )
-        pairs = list(zip(list_tensors(drawn), list_tensors(read), strict=True))
+        pairs = list(zip(collect_tensors(drawn), collect_tensors(read), strict=True))
         assert len(pairs) > 20
         assert all(a.dtype == b.dtype and torch.equal(a.float(), b.float()) for a, b in pairs)
 

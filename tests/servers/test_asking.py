@@ -16,7 +16,7 @@ from dcpbench.points.settings import Settings
 from dcpbench.records.record import StartPhase
 from dcpbench.servers import ask, client_pool, info, load, measure, server_sweep, sessions
 from dcpbench.servers.answers import StreamReply
-from dcpbench.servers.client import RequestError, Target
+from dcpbench.servers.client import Client, RequestError, Target
 from dcpbench.servers.events import read_completion
 from dcpbench.servers.load import Call, Outcome
 from dcpbench.servers.presets import PRESETS
@@ -41,12 +41,11 @@ if TYPE_CHECKING:
     Answers = Callable[[str, dict[str, Any]], tuple[int, object]]
 
 
-class Answering:
+class Answering(Client):
     """Client of a server that answers a path and a body with a status and JSON; a list is streamed."""
 
-    target = Target.from_url("http://127.0.0.1:9")
-
     def __init__(self, answers: Answers) -> None:
+        super().__init__(Target.from_url("http://127.0.0.1:9"))
         self.answers, self.requests = answers, list[tuple[str, dict[str, Any]]]()
 
     async def send_request(self, request: bytes, reply: Any, _: float | None = None) -> None:

@@ -18,7 +18,7 @@ from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.records.record import EngineSettings
 from dcpbench.servers import server_comparison
-from dcpbench.servers.answer_collector import decode_answers, encode_answers, make_distinct_prompts
+from dcpbench.servers.answer_collector import decode_answers, make_distinct_prompts
 from dcpbench.servers.answer_counts import (
     AGAIN,
     NEW,
@@ -57,7 +57,7 @@ from dcpbench.servers.answer_verdict import (
 from dcpbench.servers.answer_verdict_text import format_report
 from dcpbench.servers.edge_lengths import Edges, count_prompts, list_batches, list_lengths, split_lengths
 from dcpbench.servers.engine_flags import find_token_budget
-from dcpbench.servers.engine_settings import Grid, list_all_settings, make_layouts
+from dcpbench.servers.engine_settings import Grid, list_all_settings
 from dcpbench.servers.launch import Server, find_free_port
 from dcpbench.servers.presets import PRESETS, Engine
 from dcpbench.servers.prompt_logprobs import parse_sglang_reply, parse_vllm_reply
@@ -153,9 +153,7 @@ class TestSettings:
 
     def test_settings_are_layouts_exchanges_and_variants(self) -> None:
         """Exchanges vary only for layouts that share the KV cache; variants run in the last layout."""
-        grid = Grid(
-            model="m", layouts=make_layouts({"tp": (8,), "dp": (1,), "dcp": (1, 8)}), exchanges=("ag_rs", "a2a")
-        )
+        grid = Grid(model="m", layouts=[Layout(tp=8), Layout(tp=8, dcp=8)], exchanges=("ag_rs", "a2a"))
         found = self.names([PRESETS["vllm"]], grid, "eager", "page=--block-size 32")
         assert found == [
             "vllm tp8",
@@ -179,7 +177,7 @@ class TestSettings:
         engine = Engine(
             name="x", command="x {port}", layout={"dcp": "-d {dcp}"}, flags={"graphs": [True, False], "n": [1, 2]}
         )
-        grid = Grid(model="m", layouts=make_layouts({"tp": (2,), "dp": (1,), "dcp": (1, 2)}))
+        grid = Grid(model="m", layouts=[Layout(tp=2), Layout(tp=2, dcp=2)])
         found = list_all_settings([engine], grid, [])
         assert [one.name for one in found] == [
             "x tp2",
@@ -404,7 +402,7 @@ class TestJudgement:
         assert judge_counts(bad, None, [], limits=TENTH).verdict == DIFFER
 
     def test_answers_are_encoded_without_loss(self) -> None:
-        assert decode_answers(encode_answers(answers(17))) == answers(17)
+        assert decode_answers(msgspec.msgpack.encode(answers(17))) == answers(17)
 
 
 class TestRounding:

@@ -31,6 +31,22 @@ def layers(shape: ModelShape, dense: int | None = None, moe: int | None = None) 
     return memory.Layers(whole.dense if dense is None else dense, whole.moe if moe is None else moe)
 
 
+def collect_tensors(node: object) -> list[torch.Tensor]:
+    """Return every tensor of nested dataclasses and lists, such as the weights of a rank."""
+    if isinstance(node, torch.Tensor):
+        return [node]
+    if isinstance(node, list):
+        return [t for child in node for t in collect_tensors(child)]
+    if dataclasses.is_dataclass(node):
+        return [t for field in dataclasses.fields(node) for t in collect_tensors(getattr(node, field.name))]
+    return []
+
+
+def count_bytes(node: object) -> int:
+    """Return the bytes of all tensors, each counted once."""
+    return sum(t.nbytes for t in {id(t): t for t in collect_tensors(node)}.values())
+
+
 def alone(layout: Layout, rank: int) -> Groups:
     """Return this rank's groups without process groups: their collectives do nothing."""
     dp = rank // layout.attn_tp

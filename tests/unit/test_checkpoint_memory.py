@@ -20,6 +20,7 @@ from dcpbench.models import load_shape
 from dcpbench.models.checkpoint_folder import INDEX_FILE
 from dcpbench.points.layout import Layout
 from dcpbench.points.memory import count_all_layers
+from tests.unit.engine_builder import count_bytes
 from tests.unit.test_shapes import CONFIGS
 
 SHARD = 4_300_000_000  # approximate size of a published file in bytes
@@ -134,7 +135,7 @@ def measure_reading(folder: Path) -> tuple[int, int, int]:
         taken = torch.ones(KNOWN, dtype=torch.uint8)
         time.sleep(0.05)
         del taken
-    return memory.grown, known.grown, held.count_bytes()
+    return memory.grown, known.grown, count_bytes(held)
 
 
 @pytest.mark.long

@@ -95,7 +95,7 @@ class TestDrafts:
         plan, engine = built.plan, built.engine
         assert engine.model.kv.data.shape[0] == TINY.layers + 1
         assert engine.model.kv.data.nbytes == plan.kv_bytes
-        assert engine.model.weights.count_bytes() == plan.weight_bytes
+        assert engine_builder.count_bytes(engine.model.weights) == plan.weight_bytes
         assert engine.max_context == 12
         assert engine.allocator.pages == 3 * 3 + 1
 
@@ -147,7 +147,7 @@ def test_engine_allocates_what_its_plan_states():
     built = make_session()
     plan, engine = built.plan, built.engine
     assert engine.model.kv.data.nbytes == plan.kv_bytes
-    assert engine.model.weights.count_bytes() == plan.weight_bytes
+    assert engine_builder.count_bytes(engine.model.weights) == plan.weight_bytes
     assert (len(engine.model.weights.dense), len(engine.model.weights.moe)) == plan.held
     assert (engine.allocator.pages, engine.request_pool.size) == (plan.pages, plan.max_requests)
     assert (engine.max_context, plan.max_context) == (POINT.context + memory.HEADROOM_TOKENS,) * 2

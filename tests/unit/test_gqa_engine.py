@@ -26,7 +26,7 @@ from dcpbench.records.record import Environment
 from dcpbench.serving.requests import Chunk
 from dcpbench.workloads import decode
 from dcpbench.workloads.session import build_session
-from tests.unit.engine_builder import CPU, alone, engine, layers
+from tests.unit.engine_builder import CPU, alone, count_bytes, engine, layers
 
 DENSE = ModelShape(
     name="grouped",
@@ -62,7 +62,7 @@ def load_rank_weights(shape, layout, rank=0, wide=QueryReplication(), *, fp8=Fal
 def test_weights_of_a_rank_have_the_bytes_of_the_memory_plan(shape, layout, wide, fp8):
     held = load_rank_weights(shape, layout, wide=wide, fp8=fp8)
     planned = memory.compute_weight_bytes(shape, layout, 4, *layers(shape), wide, FORMATS[FP8] if fp8 else UNQUANTISED)
-    assert held.count_bytes() == planned
+    assert count_bytes(held) == planned
 
 
 def test_more_ranks_than_kv_heads_hold_copies():
@@ -120,7 +120,7 @@ def test_decode_point_has_accurate_attention_and_planned_memory(shape, kv_dtype,
     assert record.metrics.step_ms.median == 2
     assert 0 < record.conditions.attention_error < 1e-5
     assert record.kv.bytes_per_token_per_gpu == 2 * 2 * 2 * 16 * (1 if kv_dtype else 4)
-    assert built.engine.model.weights.count_bytes() == built.plan.weight_bytes
+    assert count_bytes(built.engine.model.weights) == built.plan.weight_bytes
 
 
 PAGE, TABLE = 8, 64

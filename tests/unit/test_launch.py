@@ -58,6 +58,7 @@ class Sleeper(Running):
         Ranks.__init__(self, folder, self.job.get_log_folder(), self.job.get_progress_path(), range(2))
         self.logs.mkdir(parents=True)
         self.agent_log = self.logs / "agent.log"
+        self.other_logs = [self.agent_log]
         self._build = KernelBuild(self.job)
 
 

@@ -17,9 +17,9 @@ import jsonschema
 import pytest
 import yaml
 
-from dcpbench.commands.submit import remove_options
 from dcpbench.errors import UsageError
 from dcpbench.launch.jobs import SECRET
+from dcpbench.plan.command_line import remove_options
 from dcpbench.submit import k8s, slurm
 from dcpbench.submit.submission import JobSpec
 

@@ -81,14 +81,14 @@ class TestBytes:
         for rank in {0, layout.tp // 2, layout.tp - 1}:
             ep = MOE_TP if rank == layout.tp - 1 else MOE_EP
             held = load_weights(MetaSource(dtype), shape, layout, rank, build.layers(shape), replicated=wide, ep=ep)
-            assert held.count_bytes() == expected
+            assert build.count_bytes(held) == expected
 
     @pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v3"])
     def test_rank_of_a_published_model_with_few_layers_holds_the_computed_bytes(self, model):
         """Load one dense and two MoE layers on rank 3 of tp8·dcp8, without and with q-LoRA."""
         shape, layout = SHAPES[model], Layout(8, dcp=8)
         held = load_weights(MetaSource(), shape, layout, 3, build.layers(shape, dense=1, moe=2))
-        assert held.count_bytes() == memory.compute_weight_bytes(shape, layout, 2, 1, 2)
+        assert build.count_bytes(held) == memory.compute_weight_bytes(shape, layout, 2, 1, 2)
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
     @pytest.mark.parametrize("shape", [*TINY_SHAPES.values(), UNEVEN], ids=[*TINY_SHAPES, "blocks-split"])
@@ -106,7 +106,7 @@ class TestBytes:
             load_weights(MetaSource(), shape, layout, rank, build.layers(shape), replicated=wide, ep=ep, fp8=True)
             for rank in ranks
         ]
-        most = max(weights.count_bytes() for weights in held)
+        most = max(build.count_bytes(weights) for weights in held)
         assert most == expected if shape is not UNEVEN else most <= expected <= most * 1.001
 
     @pytest.mark.parametrize("layout", [Layout(1), Layout(8, dcp=8), Layout(16)], ids=str)
@@ -117,7 +117,7 @@ class TestBytes:
         held = load_weights(
             MetaSource(), shape, layout, layout.tp - 1, build.layers(shape, dense=1, moe=1), ep=MOE_TP, fp8=True
         )
-        assert held.count_bytes() == memory.compute_weight_bytes(
+        assert build.count_bytes(held) == memory.compute_weight_bytes(
             shape, layout, 2, 1, 1, weights=FORMATS[FP8], ep=MOE_TP
         )
         assert {held.embed.dtype, held.moe[0].mlp.router.dtype, held.moe[0].attention.w_uk.dtype} == {torch.bfloat16}
@@ -132,7 +132,7 @@ class TestBytes:
         drafting, weights = shape.add_drafts(1), FORMATS[FP8] if fp8 else UNQUANTISED
         held = load_weights(MetaSource(), drafting, layout, 0, build.layers(shape, dense=1, moe=1), fp8=fp8)
         expected = memory.compute_weight_bytes(drafting, layout, 2, 1, 1, weights=weights)
-        assert held.count_bytes() == expected
+        assert build.count_bytes(held) == expected
         one_more = memory.compute_weight_bytes(shape, layout, 2, 1, 2, weights=weights)
         assert expected == one_more + 2 * (2 * 7168**2 + 3 * 7168)
         assert held.get_layer(shape.layers) is held.draft.layer
@@ -144,7 +144,7 @@ class TestBytes:
         held = load_weights(
             SyntheticSource(0, torch.float32, build.CPU), build.TINY, Layout(4, dcp=2), 1, build.layers(build.TINY)
         )
-        assert held.count_bytes() == memory.compute_weight_bytes(build.TINY, Layout(4, dcp=2), 4, 1, 2)
+        assert build.count_bytes(held) == memory.compute_weight_bytes(build.TINY, Layout(4, dcp=2), 4, 1, 2)
         attention = held.moe[0].attention
         for tensor in (attention.qkv_a, attention.w_uk, attention.w_uv, attention.o, held.embed):
             assert tensor.untyped_storage().nbytes() == tensor.nbytes, "a view would keep the whole tensor alive"
@@ -345,7 +345,7 @@ class TestInt4:
         weights = dataclasses.replace(FORMATS[INT4], columns=group, parts=frozenset({EXPERTS}))
         layers = build.layers(shape, dense=1, moe=1)
         held = load_weights(MetaSource(), shape, layout, layout.tp - 1, layers, ep=ep, int4_group=group)
-        assert held.count_bytes() == memory.compute_weight_bytes(shape, layout, 2, 1, 1, weights=weights, ep=ep)
+        assert build.count_bytes(held) == memory.compute_weight_bytes(shape, layout, 2, 1, 1, weights=weights, ep=ep)
         assert {held.moe[0].mlp.shared.down.dtype, held.dense[0].mlp.down.dtype} == {torch.bfloat16}
 
     @pytest.mark.parametrize("rank", [0, 1])

@@ -187,7 +187,7 @@ class Plan:
 def align_tokens_to_experts(
     ids_Tk: torch.Tensor, first_expert: int, num_local_experts: int, rows: int | None = None
 ) -> Plan:
-    """Return the plan of `compute_product` for the experts [first, first + local). One kernel, no host sync, deterministic."""
+    """Return the plan of `compute_grouped_gemm` for the experts [first, first + local). One kernel, no host sync, deterministic."""
     count = ids_Tk.numel()
     if rows is None:
         rows = 16 if len(ids_Tk) <= WIDE_TILES else 32
@@ -243,7 +243,7 @@ def _count_columns(weight: torch.Tensor, gated: bool) -> int:
 def launch_grouped_gemm(
     x: Operand, weight: Operand, out: Operand, plan: Plan, top_k: int, gated: bool, shape: Shape
 ) -> None:
-    """Run one product of the planned rows into `out`; see `compute_product`."""
+    """Run one product of the planned rows into `out`; see `compute_grouped_gemm`."""
     columns, depth = out[0].shape[1], weight[0].shape[-1]
     block_n, stages, warps, weight_first = shape
     _product_kernel[(plan.tiles.shape[1] * triton.cdiv(columns, block_n),)](

@@ -137,9 +137,7 @@ def _product_kernel(
     )
 
 
-def compute_grouped_gemm(
-    x: Scaled, weight: Scaled, tiles: torch.Tensor, total: torch.Tensor, *, stages: int = 6, together: int = 2
-) -> torch.Tensor:
+def compute_grouped_gemm(x: Scaled, weight: Scaled, tiles: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """Multiply sorted rows [rows, in] by their expert's weights, in bf16 [rows, out].
 
     Args:
@@ -147,8 +145,6 @@ def compute_grouped_gemm(
         weight: [E, out, in] in blocks of 128 × 128; in and out are multiples of 128.
         tiles: of up to ROWS rows; see prefill_experts.split_tiles.
         total: how many tiles there are.
-        stages: tiles in flight.
-        together: tiles that go through the columns side by side.
     """
     _, columns, depth = weight.data.shape
     assert x.scale.is_contiguous()
@@ -165,8 +161,8 @@ def compute_grouped_gemm(
         columns // 128,
         depth // 128,
         TILES=tiles.stride(0),
-        STAGES=stages,
-        TOGETHER=together,
+        STAGES=6,  # tiles in flight
+        TOGETHER=2,  # tiles that go through the columns side by side
         num_warps=4,
     )
     return out
