@@ -266,7 +266,9 @@ def _describe_single(frames: Frames, timed: pd.DataFrame) -> str:
     names = load_labels.list_unique(timed["layout"])
     if best.empty or best["load_arrival"].eq(CLOSED).any():
         if len(names) > 1:
-            return f"{format_capitalized(f'{where}{_explain_not_compared(frames, names)}')}, so no layout can be recommended: {most}."
+            advice = " To compare them, measure them with one command." if len(frames.runs) > 1 else ""
+            why = format_capitalized(f"{where}{_explain_not_compared(frames, names)}")
+            return f"{why}, so no layout can be recommended: {most}.{advice}"
         rejected = select_rejected_for_memory(frames)
         lost = [n for n in load_labels.list_unique(rejected["layout"]) if n not in names] if len(rejected) else []
         if lost:

@@ -279,6 +279,12 @@ class TestNoAnswer:
             in text
         )
 
+    def test_layouts_of_two_runs_are_compared_by_one_command(self, tmp_path: Path) -> None:
+        runs = [build.write(tmp_path / name, [steps(layout, 8, 40)]) for name, layout in (("a", TP), ("b", DCP))]
+        text = overview.format_answer(dataframes.load_frames(runs))
+        assert "on as many GPUs ran under one load of one run, so no layout can be recommended" in text
+        assert text.endswith(" To compare them, measure them with one command.")
+
     def test_single_layouts_on_different_numbers_of_gpus_give_no_rule(self, tmp_path: Path) -> None:
         text = get_answer(tmp_path, steps(TP, 8, 40), steps(Layout(8), 8, 30))
         assert (
