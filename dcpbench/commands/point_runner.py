@@ -308,7 +308,7 @@ def prepare_folder(
         folders.check_same_command(folder, candidates[0].point, known.values())
         if given is not None:
             folders.check_default_grid(folder, [c.point for c in candidates], list(known.values()), given)
-    if run.resume and not known and not bad:
+    if run.resume and not known and not bad and not folders.list_case_files(folder):
         print_stderr(f"{folder} holds no run yet; starting one.")
     elif run.resume and known and not searched and not any(c.point.get_key() in known for c in candidates):
         print_stderr(f"None of these points is in {folder}; to continue its run, repeat the command of that run.")
