@@ -24,6 +24,7 @@ from dcpbench.plan import grid
 from dcpbench.plan.command_line import get_typed_command
 from dcpbench.plan.option_parsers import check_known, check_seconds, format_value
 from dcpbench.plan.spec import DEVICES, make_planned_probe, select_device
+from dcpbench.plan.used_options import check_used
 from dcpbench.points.layout import MAX_RANKS, Layout
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import RecordFile, check_point
@@ -36,7 +37,7 @@ from dcpbench.show.terminal import ProgressLine, make_console, print_stderr
 from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from dcpbench.commands.find_loads import LoadSearch
@@ -66,8 +67,17 @@ def record_device(run: Run, probe: Probe) -> None:
         part.devices.add(probe.device)
 
 
-def is_values_only(run: Run, tp: Sequence[int], dp: Sequence[int] = (1,), dcp: Sequence[int] = ()) -> bool:
-    """Return whether only the values of options can be checked. Raise LayoutError if no layout is valid."""
+def is_values_only(
+    run: Run,
+    tp: Sequence[int],
+    dp: Sequence[int] = (1,),
+    dcp: Sequence[int] = (),
+    typed: Collection[str] = (),
+) -> bool:
+    """Return whether only the values of options can be checked.
+
+    Raise LayoutError if no layout is valid, UsageError if no layout uses one of the options `typed` (SweepSpec.typed).
+    """
     there = run.caller.elsewhere
     if there is None or there.points:
         return False
@@ -76,6 +86,8 @@ def is_values_only(run: Run, tp: Sequence[int], dp: Sequence[int] = (1,), dcp: S
     )
     if errors and all(errors):
         raise next(filter(None, errors))
+    if dcp:
+        check_used(typed, itertools.product(tp, dp, dcp))
     return True
 
 
@@ -116,7 +128,7 @@ def measure(
     the grid, by which --resume detects another grid; with None, --resume does not compare them.
     """
     record_device(run, probe)
-    if is_values_only(run, spec.tp, spec.dp, spec.dcp):
+    if is_values_only(run, spec.tp, spec.dp, spec.dcp, spec.typed):
         return 0
     there = run.caller.elsewhere
 

@@ -12,6 +12,7 @@ from dcpbench.errors import UsageError
 from dcpbench.plan import option_parsers as read
 from dcpbench.plan.option_parsers import check_known, check_positive, check_seconds
 from dcpbench.plan.spec import PARSERS, SPEC_PARSERS, PointLoad, build_spec, get_defaults
+from dcpbench.plan.used_options import list_changed_options
 from dcpbench.points.batches import CHUNK, CPU_CHUNK, GRAPH_BATCHES
 from dcpbench.points.instances import parse_instances
 from dcpbench.points.names import (
@@ -341,11 +342,14 @@ SERVED = {field.name for field in dataclasses.fields(ServeLoads)} - {"trace", "l
 """Options that define the loads."""
 
 
-def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
+def make_serve_spec(given: Mapping[str, object], probe: Probe, own: Mapping[str, object] | None = None) -> SweepSpec:
     """Build a SweepSpec from options as given (None = not given; comma-separated strings, numbers or lists) and the
-    device's defaults.
+    device's defaults. `own`: options of a file of step times, which apply where `given` has none.
     """
     options = {name: SERVE_SPEC_PARSERS[name](name, value) for name, value in given.items() if value is not None}
+    typed = list_changed_options(options)
+    more = {name: value for name, value in (own or {}).items() if options.get(name) is None}
+    options |= {name: SERVE_SPEC_PARSERS[name](name, value) for name, value in more.items() if value is not None}
     options.pop("step_times", None)
     check_micro_batches(
         cast("int | None", options.get("micro_batches")), cast("tuple[int, ...]", options.get("pp", (1,)))
@@ -354,7 +358,7 @@ def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
     loads, settings = read_loads(options, get_serve_defaults(probe) | get_default_clients(probe.device))
     settings |= {"step_times": resolve_step_times(given) or ""}
     rest = {name: value for name, value in base.items() if name not in (*SERVED, *OTHERS)}
-    return build_spec(options | {"serve": loads}, rest, settings)
+    return build_spec(options | {"serve": loads}, rest, settings, typed)
 
 
 def read_loads(options: dict[str, object], usual: Mapping[str, object]) -> tuple[ServeLoads, dict[str, object]]:
