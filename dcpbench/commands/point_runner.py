@@ -200,9 +200,11 @@ def make_search(
     """Return the search for the highest load of a grid; None without bounds."""
     from dcpbench.commands.find_loads import LoadSearch
     from dcpbench.plan.load_search import limit_clients, set_load
+    from dcpbench.plan.serve_spec import check_objectives
 
     if bounds is None:
         return None
+    check_objectives(cast("ServeLoads", spec.serve), spec.settings.slo, spec.settings.trace_path, each=True)
     bounds = limit_clients(bounds, cast("ServeLoads", spec.serve))
 
     def expand_load(load: float) -> list[grid.Candidate]:

@@ -386,25 +386,17 @@ def _make_loads(wanted: QueryOptions, positions: int) -> "list[tuple[int, int, L
 
 def _parse_objectives(wanted: QueryOptions) -> dict[str, float]:
     """Return the objectives in ms, by name. Raise UsageError for one that does not apply to these requests."""
-    from dcpbench.errors import UsageError
+    from dcpbench.plan.serve_spec import OF_TOKENS, refuse_objectives
     from dcpbench.points.names import OBJECTIVES
     from dcpbench.serving.load_words import parse_lengths, parse_slo
 
     slo = parse_slo(wanted.slo) if wanted.slo is not None else {}
     if wanted.context is not None:
-        asks, option, lacks = "--context measures decode steps only", "--context", set(OBJECTIVES) - {"itl"}
+        lacks = set(OBJECTIVES) - {"itl"}
+        refuse_objectives(slo, lacks, "--context measures decode steps only", "leave out --context")
     elif wanted.output_tokens is not None and str(parse_lengths("--output-tokens", wanted.output_tokens)) == "1":
-        asks, option, lacks = (
-            f"--output-tokens {wanted.output_tokens} asks for one token",
-            "--output-tokens",
-            {"itl", "tpot"},
-        )
-    else:
-        return slo
-    if unknown := [name for name in slo if name in lacks]:
-        rest = ",".join(f"{name}={ms:g}" for name, ms in slo.items() if name not in lacks)
-        instead = f"write --slo {rest}" if rest else "leave out --slo"
-        raise UsageError(f"{asks}, without {format_list(unknown, 'or')}; {instead}, or leave out {option}.")
+        asks = f"--output-tokens {wanted.output_tokens} asks for one token"
+        refuse_objectives(slo, OF_TOKENS, asks, "leave out --output-tokens")
     return slo
 
 

@@ -361,9 +361,11 @@ def _make_search(
     """Return the search for the highest load of servers, for several layouts `one_by_one` or in turn; None without bounds."""
     from dcpbench.commands.find_loads import LoadSearch
     from dcpbench.plan.load_search import limit_clients, set_load
+    from dcpbench.plan.serve_spec import check_objectives
 
     if bounds is None:
         return None
+    check_objectives(spec.loads, spec.settings.slo, spec.settings.trace_path, each=True)
     limited = limit_clients(bounds, spec.loads)
 
     def expand_load(load: float) -> "list[Candidate]":

@@ -53,7 +53,7 @@ from dcpbench.serving.trace_formats import Reading
 from dcpbench.show.text import format_count, format_list
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from dcpbench.models.shapes import ModelShape
     from dcpbench.plan.spec import SweepSpec
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 OTHERS = ("context", "seconds")  # options that only `sweep` has
 SHARED_AXES = [axis for axis in LOAD_AXES if axis.one]  # equal for all loads of a run; options with the same names
 MAX_REQUESTS = 10_000_000  # maximum generated requests: their prompts of 100 tokens each are 4 GB on each rank
+OF_TOKENS = ("itl", "tpot")  # objectives that an answer of one token does not have
 MAX_TURNS = 10_000
 MAX_SUBAGENTS = 1_000
 YAML_BASE = 60
@@ -386,7 +387,26 @@ def read_loads(options: dict[str, object], usual: Mapping[str, object]) -> tuple
         "limit_seconds": seconds,
         "trace_path": str(trace.path.absolute()) if trace else "",
     }
+    check_objectives(loads, cast("dict[str, float]", settings["slo"]), str(settings["trace_path"]))
     return loads, settings
+
+
+def check_objectives(loads: ServeLoads, slo: Mapping[str, float], trace_path: str, *, each: bool = False) -> None:
+    """Raise UsageError for objectives about the time between tokens if no answer has two tokens: in all loads, or `each`, in one."""
+    if not slo.keys() & set(OF_TOKENS):
+        return
+    single = (compute_extent(load, trace_path).longest_output == 1 for _, load in loads.iter_loads())
+    if any(single) if each else all(single):
+        where = f"the answers of --requests {trace_path}" if trace_path else "answers of --output-tokens 1"
+        refuse_objectives(slo, OF_TOKENS, f"{where} have one token", "use longer answers")
+
+
+def refuse_objectives(slo: Mapping[str, float], lacks: Collection[str], why: str, instead: str) -> None:
+    """Raise UsageError if objectives are among those that requests lack, with the others as the value to type, or another remedy."""
+    if unknown := [name for name in slo if name in lacks]:
+        rest = ",".join(f"{name}={ms:g}" for name, ms in slo.items() if name not in lacks)
+        remedy = f"write --slo {rest}" if rest else "leave out --slo"
+        raise UsageError(f"{why}, without {format_list(unknown, 'or')}; {remedy}, or {instead}.")
 
 
 def get_default_clients(device: str) -> dict[str, object]:
