@@ -27,7 +27,7 @@ from dcpbench.plan.spec import DEVICES, make_planned_probe, select_device
 from dcpbench.plan.used_options import check_used
 from dcpbench.points.layout import MAX_RANKS, Layout
 from dcpbench.records.checks import OUTCOMES
-from dcpbench.records.file import RecordFile, check_point
+from dcpbench.records.file import RecordFile, check_point, is_last_line_cut_short
 from dcpbench.records.folder import get_record_file
 from dcpbench.records.metrics import SWEPT
 from dcpbench.records.record import format_reason, is_functional
@@ -318,7 +318,7 @@ def prepare_folder(
     bad: list[BadLine] = []
     known = read_last_records(folder, bad=bad)
     if run.resume:
-        print_bad_lines(bad)
+        _print_unread_records(folder, bad)
         folders.check_same_command(folder, candidates[0].point, known.values())
         if given is not None:
             folders.check_default_grid(folder, [c.point for c in candidates], list(known.values()), given)
@@ -336,6 +336,15 @@ def prepare_folder(
             RecordFile(folder).append(c.make_rejected_record())
     measured = {key for key, record in known.items() if record.outcome == "ok"}
     return [c.point for c in candidates if c.error is None and c.point.get_key() not in measured]
+
+
+def _print_unread_records(folder: Path, bad: Sequence[BadLine]) -> None:
+    """Print which records of a resumed run cannot be read, so that their points are measured again."""
+    if get_record_file(folder).is_file() and is_last_line_cut_short(folder):
+        print_stderr(
+            f"{folder}: the last record is incomplete, as its run was interrupted; its point is measured again."
+        )
+    print_bad_lines(bad)
 
 
 def _drop_set_aside(points: list[Point], folder: Path, retries: int) -> list[Point]:
@@ -451,8 +460,6 @@ def format_no_report(folders: Sequence[Path]) -> str:
 
 def print_left_out(runs: Sequence[ReadRun]) -> None:
     """Print the unreadable lines of runs, and the commands that remove them."""
-    from dcpbench.records.file import is_last_line_cut_short
-
     for run in runs:
         if run.path is not None and is_last_line_cut_short(run.path):
             print_stderr(f"{run.path}: the last line of its record file was cut short; it is left out.")
