@@ -1,8 +1,7 @@
 """The decode engine of one rank: pools, requests, padded batches, and steps run eagerly or from a CUDA graph.
 
 A step writes and reads the last `query_length` tokens of each request. Above 1 all but the first of them are drafts, which
-the step verifies: `accept_drafts` then keeps those that are equal to the tokens sampled before them, and rolls back the
-others. Rows of a request are adjacent; the exchange and the layers see one row of each token.
+the step verifies: it counts those that are equal to the tokens sampled before them (`Batch.accepted`). Rows of a request are adjacent; the exchange and the layers see one row of each token.
 """
 
 from __future__ import annotations
@@ -156,29 +155,6 @@ class DecodeEngine:
             request.slot, request.length - 1, request.allocation.compute_locs(request.length - 1, request.length)
         )
 
-    def append_drafts(self, request: Request, drafts: Sequence[int]) -> None:
-        """Allocate one more token, and the drafts after it, which the next step verifies."""
-        start = request.length
-        self.allocator.extend(request.allocation, 1 + len(drafts))
-        self.request_pool.set_locs(request.slot, start, request.allocation.compute_locs(start, request.length))
-        self.request_pool.set_tokens(request.slot, start + 1, list(drafts))
-
-    def accept_drafts(self, batch: Batch, requests: Sequence[Request]) -> list[list[int]]:
-        """Return the tokens that the last step of `requests` yields, of each the accepted drafts and one more.
-
-        Rejected drafts lose their KV locations, and the token after the accepted ones is the next that a step reads. Waits
-        for the device.
-        """
-        assert batch.accepted is not None
-        assert batch.next_tokens is not None
-        sampled = batch.next_tokens.view(batch.num_requests, batch.query_length).tolist()
-        found = []
-        for request, tokens, accepted in zip(requests, sampled, batch.accepted.tolist(), strict=False):
-            self.allocator.trim(request.allocation, batch.query_length - 1 - accepted)
-            self.request_pool.set_tokens(request.slot, request.length, tokens[accepted : accepted + 1])
-            found.append(tokens[: accepted + 1])
-        return found
-
     def remove_request(self, request: Request) -> None:
         """End a request."""
         self.allocator.free(request.allocation)
@@ -307,7 +283,7 @@ class DecodeEngine:
     def run_eager(self, batch: Batch) -> None:
         """Run one eager step: logits and next tokens of the planned batch, which become the requests' tokens.
 
-        With drafts, the table of tokens stays as it is, so that a step can be repeated; see `accept_drafts`. The step then
+        With drafts, the table of tokens stays as it is, so that a step can be repeated. The step then
         drafts the next tokens, too, if `plan_drafts` has planned it.
         """
         tokens = self.request_pool.tokens[batch.slots, batch.positions]

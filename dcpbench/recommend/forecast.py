@@ -464,7 +464,9 @@ class Estimator:
         """Return the round of a padded step, which without pipeline stages has one micro-batch and no bubble."""
         part = self._make_micro_batch(rows)
         return compute_round(
-            self._estimate_stages_us(part), self.estimate_hops_us(self._pad_rows(part)), self.count_micro_batches(rows)
+            self._estimate_stages_us(part),
+            self.estimate_hops_us(self.make_rank_rows(rows)),
+            self.count_micro_batches(rows),
         )
 
     def count_micro_batches(self, rows: StepRows) -> int:

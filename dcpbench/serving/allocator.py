@@ -80,12 +80,6 @@ class Allocation:
         self.shared = len(pages)
         return duplicates
 
-    def drop_pages(self, count: int) -> np.ndarray:
-        """Keep the first `count` pages; return the others. Called by DcpAllocator."""
-        dropped: np.ndarray = self._buffer[count : self._count].copy()
-        self._count = count
-        return dropped
-
     def clear(self) -> None:
         """Drop all pages and tokens. Called by DcpAllocator."""
         self._count = self.tokens = self.shared = 0
@@ -181,16 +175,6 @@ class DcpAllocator:
             allocation.tokens += 1
             count += 1
         self.tokens += count
-
-    def trim(self, allocation: Allocation, tokens: int) -> None:
-        """Take the last `tokens` tokens from a request, and free pages of its own that are left without any."""
-        self._check_live(allocation)
-        kept = allocation.tokens - tokens
-        if tokens < 0 or kept < max(1, allocation.shared * self.virtual_page):
-            raise ValueError(f"a request of {allocation.tokens} tokens cannot lose {tokens}")
-        self._add_free_pages(allocation.drop_pages(self.count_pages(kept))[::-1])
-        allocation.tokens = kept
-        self.tokens -= tokens
 
     def free(self, allocation: Allocation) -> None:
         """Take a request's pages back. Raises ValueError for one that is not live: freed twice or unknown."""

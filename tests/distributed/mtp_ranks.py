@@ -32,6 +32,7 @@ from dcpbench.points.speculation import Speculation
 from dcpbench.serving.allocator import PADDING_PAGE
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
+from tests.unit.draft_builder import accept_drafts, append_drafts
 from tests.unit.engine_builder import CPU, TINY, layers
 
 if TYPE_CHECKING:
@@ -206,12 +207,12 @@ def verify_drafts(case: Case, rank: int, truth: list[list[int]], logits: torch.T
             at = len(tokens[i])
             known = (truth[i] + [0] * case.drafts)[at : at + case.drafts]
             drafts = [(token + (at + k in WRONG_AT[i])) % vocab for k, token in enumerate(known)]
-            engine.append_drafts(request, drafts)
+            append_drafts(engine, request, drafts)
         poison(engine, requests)
         batch = engine.plan_step(requests, query_length=length)
         engine.run_eager(batch)
         found = engine.model.gather_logits(batch.logits)
-        for i, own in enumerate(engine.accept_drafts(batch, requests)):
+        for i, own in enumerate(accept_drafts(engine, batch, requests)):
             at = len(tokens[i])
             rows = found[i * length : i * length + len(own)][: max(NEW - at, 0)]
             expected = logits[i, at : at + len(rows)]
@@ -233,7 +234,7 @@ def draft_tokens(case: Case, rank: int, truth: list[list[int]], right: bool) -> 
     requests = [admit(engine, first + i, context) for i, context in enumerate(CONTEXTS)]
     found: list[dict[int, list[int]]] = [{} for _ in requests]
     for request in requests:
-        engine.append_drafts(request, [0] * case.drafts)
+        append_drafts(engine, request, [0] * case.drafts)
     at = 0
     while at + case.drafts < NEW:
         for request, own in zip(requests, truth, strict=True):
@@ -242,12 +243,12 @@ def draft_tokens(case: Case, rank: int, truth: list[list[int]], right: bool) -> 
             engine.request_pool.set_tokens(request.slot, request.length - case.drafts, verified)
         batch = engine.plan_step(requests, query_length=case.drafts + 1)
         engine.run_eager(batch)
-        yielded = {len(own) for own in engine.accept_drafts(batch, requests)}
+        yielded = {len(own) for own in accept_drafts(engine, batch, requests)}
         assert yielded == {case.drafts + 1 if right else 1}
         at += yielded.pop()
         starts = [request.length - 1 for request in requests]
         for request in requests:
-            engine.append_drafts(request, [0] * case.drafts)
+            append_drafts(engine, request, [0] * case.drafts)
         engine.plan_drafts(batch, requests, starts)
         engine.run_drafts(batch)
         batch.draft_batches = None  # the next step only verifies

@@ -19,6 +19,7 @@ from dcpbench.points.point import Point
 from dcpbench.serving.allocator import OutOfKvError
 from dcpbench.workloads import decode
 from tests.unit import engine_builder as build
+from tests.unit.draft_builder import accept_drafts, append_drafts
 
 LENGTHS = (2, 3, 4)  # lengths of three requests; their smallest graph has four rows, so that one row is padding
 STEPS = 4
@@ -274,7 +275,7 @@ class TestDraftLayer:
         """Return the requests and the planned step over both."""
         requests = [start_request(engine, number) for number in range(2)]
         for request in requests:
-            engine.append_drafts(request, [7])
+            append_drafts(engine, request, [7])
         return requests, engine.plan_step(requests, query_length=2)
 
     def test_draft_layer_equals_a_one_layer_model_over_joined_inputs(self):
@@ -320,13 +321,13 @@ class TestDraftLayer:
         engine = build.engine(shape=self.SHAPE, query_length=3)
         requests = [start_request(engine, number) for number in range(2)]
         for request in requests:
-            engine.append_drafts(request, [7, 8])
+            append_drafts(engine, request, [7, 8])
         batch = engine.plan_step(requests, query_length=3)
         engine.run_eager(batch)
-        kept = [len(tokens) for tokens in engine.accept_drafts(batch, requests)]
+        kept = [len(tokens) for tokens in accept_drafts(engine, batch, requests)]
         starts = [request.length - 1 for request in requests]
         for request in requests:
-            engine.append_drafts(request, [0, 0])
+            append_drafts(engine, request, [0, 0])
         outputs = []
         run = engine.model.run_draft_layer
         engine.model.run_draft_layer = lambda *args: (outputs.append(run(*args)), outputs[-1])[1]

@@ -32,6 +32,7 @@ from dcpbench.serving.allocator import PADDING_PAGE
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from tests.distributed.checkpoints import deepseek_v3_of
+from tests.unit.draft_builder import accept_drafts, append_drafts
 from tests.unit.engine_builder import CPU, alone, layers
 
 if TYPE_CHECKING:
@@ -165,10 +166,10 @@ def test_draft_layer_equals_that_of_the_report(seed: int, tmp_path: Path, monkey
         engine.request_pool.set_tokens(request.slot, position, verified)
         batch = engine.plan_step([request], query_length=DRAFTS + 1)
         engine.run_eager(batch)
-        assert engine.accept_drafts(batch, [request]) == [tokens[position + 1 : position + 2 + DRAFTS]]
+        assert accept_drafts(engine, batch, [request]) == [tokens[position + 1 : position + 2 + DRAFTS]]
         position += DRAFTS + 1
         start = request.length - 1
-        engine.append_drafts(request, [0] * DRAFTS)
+        append_drafts(engine, request, [0] * DRAFTS)
         engine.plan_drafts(batch, [request], [start])
         engine.run_drafts(batch)
         batch.draft_batches = None  # the next step only verifies

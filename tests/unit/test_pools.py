@@ -14,7 +14,7 @@ from dcpbench.serving.allocator import Allocation, DcpAllocator, OutOfKvError
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Allocates, extends, trims and frees requests at random, in a pool of any geometry; a dict of lengths is the
+    """Allocates, extends and frees requests at random, in a pool of any geometry; a dict of lengths is the
     model. Full pages become pages of a prefix cache: other requests begin with them, and the cache frees them when no
     request uses them.
     """
@@ -97,24 +97,6 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.live[request] += tokens
             assert self.pool.free_pages == free - more
         assert np.array_equal(request.compute_locs(0, had), before)
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def trim(self, data: st.DataObject) -> None:
-        """Remove last tokens of a request: other locations are unchanged, and empty pages are freed. A shared page and
-        the last token cannot be removed.
-        """
-        request = data.draw(st.sampled_from(list(self.live)))
-        had, free = self.live[request], self.pool.free_pages
-        max_tokens = had - max(1, request.shared * self.pool.virtual_page)
-        tokens = data.draw(st.integers(0, max_tokens))
-        before, pages = request.compute_locs(0, had - tokens), len(request.pages)
-        self.pool.trim(request, tokens)
-        self.live[request] -= tokens
-        assert np.array_equal(request.compute_locs(0, had - tokens), before)
-        assert self.pool.free_pages == free + pages - self.pool.count_pages(had - tokens)
-        with pytest.raises(ValueError, match="cannot lose"):
-            self.pool.trim(request, max_tokens - tokens + 1)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
