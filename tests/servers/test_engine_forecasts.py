@@ -232,4 +232,4 @@ def test_engine_that_dies_during_step_measurement_fails_its_points(
     for record in records:
         assert "the server died" in str(record.reason)
         assert "illegal memory access" in str(record.reason)
-    assert not list((tmp_path / "run").glob("step-times/*"))
+    assert not list((tmp_path / "run").glob("step-times/*.json"))
