@@ -8,7 +8,7 @@
 The time of a bench's call times the number of layers is compared with the operator's part of the record's phase. Compared are: attention
 with the same heads and requests, and with the same rows within 1 %; both matrix products of experts of the same width, if one rank has all
 experts; exchanges and all-reduces of the same number of requests. Exit code 1: a floor differs by more than 5 %, or no operator can be
-compared.
+compared; 2: a run or a bench cannot be read.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from dcpbench.bench.bench_record import BenchRecord, Result
+from dcpbench.errors import DcpbenchError, RecordsError
 from dcpbench.models import load_shape
 from dcpbench.points import memory, roofline
 from dcpbench.points.layout import compute_local_length
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.runs import read_run
 
 if TYPE_CHECKING:
@@ -139,16 +141,33 @@ def _make_comparison(
     )
 
 
+def read_benches(folders: Sequence[Path]) -> list[BenchRecord]:
+    """Return the benches in these folders. Raise RecordsError if a folder has none, or one cannot be read."""
+    found = []
+    for folder in folders:
+        files = sorted(folder.glob("bench-*.json"))
+        if not files:
+            raise RecordsError(f"{folder} has no bench-NAME.json; name the folder after -o of a dcpbench bench.")
+        for file in files:
+            try:
+                found.append(msgspec.json.decode(file.read_bytes(), type=BenchRecord))
+            except (OSError, *UNREADABLE) as e:
+                raise RecordsError(f"{file} cannot be read as a bench ({e}); repeat dcpbench bench.") from e
+    return found
+
+
 def main(arguments: Sequence[str]) -> int:
     """Compare all records of a run that have floors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a run with floors")
     parser.add_argument("benches", type=Path, nargs="+", help="folders with bench-NAME.json of the same machine")
     args = parser.parse_args(arguments)
-    files = [path for folder in args.benches for path in sorted(folder.glob("bench-*.json"))]
-    benches = [msgspec.json.decode(path.read_bytes(), type=BenchRecord) for path in files]
     agree = []
-    for record in read_run(args.run).records:
+    try:
+        benches, records = read_benches(args.benches), read_run(args.run).records
+    except DcpbenchError as e:
+        parser.error(str(e))
+    for record in records:
         if record.floor is None:
             continue
         sys.stdout.write(

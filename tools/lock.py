@@ -122,11 +122,16 @@ def main(arguments: Sequence[str]) -> int:
     options = ["pip", "compile", "-", "--universal", "--python-version", OLDEST, "--generate-hashes", "--quiet"]
     options += ["--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links", "-c", "constraints.txt"]
     options += ["--exclude-newer", MIN_AGE]
-    done = subprocess.run(
-        [uv, *options], input="\n".join(requirements), capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    if done.returncode:
-        sys.exit(f"uv finds no versions that fit together:\n{done.stderr}")
+    try:
+        done = subprocess.run(
+            [uv, *options], input="\n".join(requirements), capture_output=True, text=True, cwd=ROOT, check=False
+        )
+    except OSError as e:
+        parser.error(f"{uv} cannot be run ({e.strerror}); name the program of uv, or type: make lock")
+    if done.returncode or not done.stdout.strip():
+        parser.error(
+            f"{uv} returned no versions that fit together; change the bounds in pyproject.toml:\n{done.stderr}"
+        )
     entries = [*re.split(r"\n(?=\S)", done.stdout.strip()), format_torch_entry().strip()]
     LOCK.write_text(HEAD + "\n".join(sorted(entries)) + "\n", encoding="utf-8")
     sys.stdout.write(f"Wrote {LOCK.name}: {len(entries)} packages.\n")

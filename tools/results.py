@@ -21,6 +21,8 @@ import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dcpbench.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -65,15 +67,16 @@ def read_members(folder: Path) -> list[str]:
 def pack(folder: Path) -> list[Path]:
     """Write a folder's archive from its untracked files; return their paths, relative to the folder.
 
-    The same files give the same archive. Raise SystemExit if a file of the present archive is absent, as it would be lost.
+    The same files give the same archive. Raise UsageError if there are none, and if a file of the present archive is absent, as it would
+    be lost.
     """
     archive = folder / ARCHIVE
     files = sorted(_iter_raw_files(folder), key=lambda path: (path.name, path))
     if not files:
-        raise SystemExit(f"{folder} has no raw file; name the folder of a result, as results/SUBJECT_HARDWARE.")
+        raise UsageError(f"{folder} has no raw file; name the folder of a result, as results/SUBJECT_HARDWARE.")
     lost = sorted(set(read_members(folder)) - {str(path) for path in files}) if archive.is_file() else []
     if lost:
-        raise SystemExit(
+        raise UsageError(
             f"{archive} has {len(lost)} files that are not in {folder}, such as {lost[0]}. "
             f"Unpack it first (python -m tools.results unpack {folder}), or delete the archive to leave them out."
         )
@@ -91,14 +94,18 @@ def pack(folder: Path) -> list[Path]:
 
 
 def _iter_raw_files(folder: Path) -> Iterator[Path]:
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder; name the folder of a result, as results/SUBJECT_HARDWARE.")
     listed = subprocess.run(
         ["git", "ls-files", "-z"],  # noqa: S607 -- git from the PATH of the user
         cwd=folder,
-        check=True,
+        check=False,
         capture_output=True,
         text=True,
-    ).stdout
-    tracked = set(listed.split("\0"))
+    )
+    if listed.returncode:
+        raise UsageError(f"{folder} is in no Git repository; name the folder of a result, as results/SUBJECT_HARDWARE.")
+    tracked = set(listed.stdout.split("\0"))
     for path in folder.rglob("*"):
         relative = path.relative_to(folder)
         generated = any(part.startswith("report") for part in relative.parts[:-1]) or path.suffix in {".png", ".pyc"}
@@ -125,14 +132,21 @@ def main(arguments: list[str]) -> int:
     if args.what == "pack" and not args.folder:
         parser.error("name the folders to pack: python -m tools.results pack results/SUBJECT_HARDWARE")
     for folder in args.folder or list_packed_folders():
-        if args.what == "pack":
-            files = pack(folder)
-            size = (folder / ARCHIVE).stat().st_size
-            sys.stdout.write(f"{folder / ARCHIVE}: {len(files)} files, {size:,} bytes\n")
-        elif (folder / ARCHIVE).is_file():
-            unpack(folder)
-        else:
+        archive = folder / ARCHIVE
+        if args.what == "unpack" and not archive.is_file():
             parser.error(f"{folder} has no {ARCHIVE}; name a folder under results/ that has one.")
+        try:
+            if args.what == "pack":
+                files = pack(folder)
+                sys.stdout.write(f"{archive}: {len(files)} files, {archive.stat().st_size:,} bytes\n")
+            else:
+                unpack(folder)
+        except UsageError as e:
+            parser.error(str(e))
+        except (OSError, EOFError, tarfile.TarError, lzma.LZMAError) as e:
+            parser.error(
+                f"{archive} cannot be read or written ({e}); to have the committed one again: git checkout {archive}"
+            )
     return 0
 
 

@@ -4,7 +4,8 @@
     python -m tools.routing_check RUN…
 
 It prints each step of a run with the measured and expected number of experts that its layers read, and with its forecast and band. The
-forecast is that of `dcpbench recommend`, fitted to steps with even routing. Exit code 1: a step is outside the band of its forecast.
+forecast is that of `dcpbench recommend`, fitted to steps with even routing. Exit code 1: a step is outside the band of its forecast; 2: a
+run cannot be read, or no run has such a step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dcpbench.errors import DcpbenchError
 from dcpbench.models import load_shape
 from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points.budget import plan_engine
@@ -97,11 +99,19 @@ def main() -> int:
     """Print the table of the given runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    records = [record for run in parser.parse_args().runs for record in read_run(run).records]
-    measured = [record for record in records if record.outcome == "ok" and record.point.workload == "decode"]
-    found = [one for record in measured if (one := compare_record(record)) is not None]
+    runs = parser.parse_args().runs
+    try:
+        records = [record for run in runs for record in read_run(run).records]
+        measured = [record for record in records if record.outcome == "ok" and record.point.workload == "decode"]
+        found = [one for record in measured if (one := compare_record(record)) is not None]
+    except DcpbenchError as e:
+        parser.error(str(e))
+    if not found:
+        parser.error(
+            "no run has a decode step of a known GPU with counted experts; measure one with the command in --help."
+        )
     sys.stdout.write("\n".join(format_table(found)) + "\n")
-    return 0 if found and all(one.inside for one in found) else 1
+    return 0 if all(one.inside for one in found) else 1
 
 
 if __name__ == "__main__":

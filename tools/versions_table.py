@@ -10,11 +10,15 @@ row is the sum over these layers, by the tensor parallel size and the number of 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import DcpbenchError, RecordsError
+from dcpbench.records.lines import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,30 +26,59 @@ if TYPE_CHECKING:
 Times = dict[str, dict[str, float]]  # µs of a call by case and version
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the cases of a file."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+class Time(msgspec.Struct):
+    """Hold the time of a version."""
+
+    median_us: float
 
 
-def collect_times(lines: Sequence[dict[str, Any]]) -> Times:
-    """Return the medians of each case, named by the sizes in which cases differ."""
-    varied = [name for name in lines[0]["sizes"] if len({str(line["sizes"][name]) for line in lines}) > 1]
-    found: Times = {}
-    for line in lines:
-        name = ", ".join(f"{size} {line['sizes'][size]}" for size in varied)
-        found[name] = {version: times["median_us"] for version, times in line["versions"].items()}
+class Line(msgspec.Struct):
+    """Hold a case of a file."""
+
+    sizes: dict[str, object]
+    versions: dict[str, Time]
+
+
+def read_lines(file: Path) -> list[Line]:
+    """Return the cases of a file. Raise RecordsError if it has none, or cannot be read."""
+    remedy = "name a file that tools.attention_versions or tools.linear_versions wrote with -o."
+    try:
+        found = [msgspec.json.decode(line, type=Line) for line in file.read_bytes().splitlines()]
+    except OSError as e:
+        raise RecordsError(f"{file} cannot be read ({e.strerror}); {remedy}") from e
+    except UNREADABLE as e:
+        raise RecordsError(f"{file} has a line that is no case ({e}); {remedy}") from e
+    if not found:
+        raise RecordsError(f"{file} has no case; {remedy}")
     return found
 
 
-def sum_layers(lines: Sequence[dict[str, Any]], layers: Sequence[str]) -> Times:
-    """Return the medians added up over layers, by tensor parallel size and rows."""
+def collect_times(lines: Sequence[Line]) -> Times:
+    """Return the medians of each case, named by the sizes in which cases differ."""
+    varied = [name for name in lines[0].sizes if len({str(line.sizes.get(name)) for line in lines}) > 1]
+    found: Times = {}
+    for line in lines:
+        name = ", ".join(f"{size} {line.sizes.get(size)}" for size in varied)
+        found[name] = {version: times.median_us for version, times in line.versions.items()}
+    return found
+
+
+def sum_layers(lines: Sequence[Line], layers: Sequence[str]) -> Times:
+    """Return the medians added up over layers, by tensor parallel size and rows.
+
+    Raise RecordsError for a case without a layer.
+    """
     sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for line in lines:
-        for name in line["sizes"]["layer"].split(", "):
-            tp, layer = name.split()
+        for name in str(line.sizes.get("layer", "")).split(", "):
+            tp, _, layer = name.partition(" ")
+            if not layer:
+                raise RecordsError(
+                    "--layers adds up layers, and the file has none; name a file of tools.linear_versions."
+                )
             if layer in layers:
-                for version, times in line["versions"].items():
-                    sums[f"{tp}, rows {line['sizes']['rows']}"][version] += times["median_us"]
+                for version, times in line.versions.items():
+                    sums[f"{tp}, rows {line.sizes.get('rows')}"][version] += times.median_us
     return {name: dict(times) for name, times in sums.items()}
 
 
@@ -67,8 +100,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--base", default="now", help="the version that others are compared with")
     parser.add_argument("--layers", default="", help="layers to add up, of a file of tools.linear_versions")
     args = parser.parse_args(arguments)
-    lines = read_lines(args.file)
-    times = sum_layers(lines, args.layers.split(",")) if args.layers else collect_times(lines)
+    try:
+        lines = read_lines(args.file)
+        times = sum_layers(lines, args.layers.split(",")) if args.layers else collect_times(lines)
+    except DcpbenchError as e:
+        parser.error(str(e))
     if not any(args.base in found for found in times.values()):
         versions = dict.fromkeys(version for found in times.values() for version in found)
         parser.error(f"{args.file} has no times of {args.base}; --base takes one of {', '.join(versions)}")

@@ -21,6 +21,7 @@ from dcpbench.plan.load_search import (
     make_layout_key,
     set_load,
 )
+from dcpbench.plan.serve_spec import check_objectives
 from dcpbench.points.budget import engine_values, is_same_engine
 from dcpbench.records.file import RecordFile
 from dcpbench.records.runs import read_last_records
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from dcpbench.points.budget import EnginePlan
     from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Point
+    from dcpbench.points.settings import Settings
     from dcpbench.records.record import Record
 
 
@@ -194,23 +196,24 @@ class LoadSearch:
 def make_search(
     bounds: LoadRange | None,
     loads: ServeLoads,
-    slo: Mapping[str, float],
+    settings: Settings,
     expand: Callable[[ServeLoads, int], Sequence[grid.Candidate]],
     *,
     one_by_one: bool = False,
 ) -> LoadSearch | None:
-    """Return the search for the highest load that meets the SLO; None without bounds.
+    """Return the search for the highest load that meets the SLO; None without bounds. Raise as `check_objectives` does.
 
     `expand` returns the points of all layouts with these loads and repeats.
     """
     if bounds is None:
         return None
+    check_objectives(loads, settings.slo, settings.trace_path, each=True)
     limited = limit_clients(bounds, loads)
 
     def expand_load(load: float) -> Sequence[grid.Candidate]:
         return expand(set_load(loads, limited, load), limited.repeats)
 
-    return LoadSearch(bounds=limited, slo=slo, expand=expand_load, one_by_one=one_by_one)
+    return LoadSearch(bounds=limited, slo=settings.slo, expand=expand_load, one_by_one=one_by_one)
 
 
 def _name_layouts(layouts: Mapping[str, Point]) -> dict[str, str]:

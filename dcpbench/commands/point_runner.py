@@ -25,9 +25,10 @@ from dcpbench.plan import grid
 from dcpbench.plan.command_line import get_typed_command
 from dcpbench.plan.option_parsers import check_known, check_seconds, format_value
 from dcpbench.plan.spec import DEVICES, make_planned_probe, select_device
+from dcpbench.plan.used_options import check_used
 from dcpbench.points.layout import MAX_RANKS, Layout
 from dcpbench.records.checks import OUTCOMES
-from dcpbench.records.file import RecordFile, check_point
+from dcpbench.records.file import RecordFile, check_point, is_last_line_cut_short
 from dcpbench.records.folder import get_record_file
 from dcpbench.records.metrics import SWEPT
 from dcpbench.records.record import format_reason, is_functional
@@ -37,7 +38,7 @@ from dcpbench.show.terminal import ProgressLine, make_console, print_stderr
 from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from dcpbench.commands.find_loads import LoadSearch
@@ -67,8 +68,17 @@ def record_device(run: Run, probe: Probe) -> None:
         part.devices.add(probe.device)
 
 
-def is_values_only(run: Run, tp: Sequence[int], dp: Sequence[int] = (1,), dcp: Sequence[int] = ()) -> bool:
-    """Return whether only the values of options can be checked. Raise LayoutError if no layout is valid."""
+def is_values_only(
+    run: Run,
+    tp: Sequence[int],
+    dp: Sequence[int] = (1,),
+    dcp: Sequence[int] = (),
+    typed: Collection[str] = (),
+) -> bool:
+    """Return whether only the values of options can be checked.
+
+    Raise LayoutError if no layout is valid, UsageError if no layout uses one of the options `typed` (SweepSpec.typed).
+    """
     there = run.caller.elsewhere
     if there is None or there.points:
         return False
@@ -77,6 +87,8 @@ def is_values_only(run: Run, tp: Sequence[int], dp: Sequence[int] = (1,), dcp: S
     )
     if errors and all(errors):
         raise next(filter(None, errors))
+    if dcp:
+        check_used(typed, itertools.product(tp, dp, dcp))
     return True
 
 
@@ -119,7 +131,7 @@ def measure(
     from dcpbench.commands.find_loads import make_search
 
     record_device(run, probe)
-    if is_values_only(run, spec.tp, spec.dp, spec.dcp):
+    if is_values_only(run, spec.tp, spec.dp, spec.dcp, spec.typed):
         return 0
     there = run.caller.elsewhere
 
@@ -135,7 +147,7 @@ def measure(
     search = make_search(
         bounds,
         cast("ServeLoads", spec.serve),
-        spec.settings.slo,
+        spec.settings,
         lambda loads, repeats: expand(dataclasses.replace(spec, serve=loads, repeats=repeats)),
         one_by_one=not spec.settings.step_times,
     )
@@ -279,11 +291,11 @@ def prepare_folder(
     bad: list[BadLine] = []
     known = read_last_records(folder, bad=bad)
     if run.resume:
-        print_bad_lines(bad)
+        _print_unread_records(folder, bad)
         folders.check_same_command(folder, candidates[0].point, known.values())
         if given is not None:
             folders.check_default_grid(folder, [c.point for c in candidates], list(known.values()), given)
-    if run.resume and not known and not bad:
+    if run.resume and not known and not bad and not folders.list_case_files(folder):
         print_stderr(f"{folder} holds no run yet; starting one.")
     elif run.resume and known and not searched and not any(c.point.get_key() in known for c in candidates):
         print_stderr(f"None of these points is in {folder}; to continue its run, repeat the command of that run.")
@@ -297,6 +309,15 @@ def prepare_folder(
             RecordFile(folder).append(c.make_rejected_record())
     measured = {key for key, record in known.items() if record.outcome == "ok"}
     return [c.point for c in candidates if c.error is None and c.point.get_key() not in measured]
+
+
+def _print_unread_records(folder: Path, bad: Sequence[BadLine]) -> None:
+    """Print which records of a resumed run cannot be read, so that their points are measured again."""
+    if get_record_file(folder).is_file() and is_last_line_cut_short(folder):
+        print_stderr(
+            f"{folder}: the last record is incomplete, as its run was interrupted; its point is measured again."
+        )
+    print_bad_lines(bad)
 
 
 def _drop_set_aside(points: list[Point], folder: Path, retries: int) -> list[Point]:
@@ -416,8 +437,6 @@ def format_no_report(folders: Sequence[Path]) -> str:
 
 def print_left_out(runs: Sequence[ReadRun]) -> None:
     """Print the unreadable lines of runs, and the commands that remove them."""
-    from dcpbench.records.file import is_last_line_cut_short
-
     for run in runs:
         if run.path is not None and is_last_line_cut_short(run.path):
             print_stderr(f"{run.path}: the last line of its record file was cut short; it is left out.")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dcpbench.records.runs import Run
 
 CLIENTS, PROMPTS, ANSWERS = "32", "32000", "uniform:900-1100"  # defaults: a long context, at which capacity matters
+EXCHANGES = ("ag_rs", "a2a")
 REQUESTS = 200  # default of --num-requests, for loads with a request rate
 SERVED = ("input_tokens", "output_tokens", "request_rate", "num_requests", "prefill")  # not for --context (decode only)
 
@@ -69,7 +70,9 @@ class QueryOptions(Group):
         metavar="NAME",
     )
     kv_dtype: str = opt.HOW("Data type of the KV cache: bf16 or fp8.", default="bf16", metavar="NAME")
-    exchange: str = opt.HOW("Exchanges to consider for layouts with DCP.", default="ag_rs,a2a", metavar="NAME,…")
+    exchange: str | None = opt.HOW(
+        f"Exchanges to consider for layouts with DCP. Default: {','.join(EXCHANGES)}.", metavar="NAME,…"
+    )
     routing: str = opt.HOW(
         "How tokens are routed to experts: even, zipf:S or a file, as in sweep.", default="even", metavar="NAME"
     )
@@ -223,7 +226,7 @@ def _make_query(wanted: QueryOptions) -> "Query":
     for option, (value, names) in known.items():
         if value not in names:
             raise UsageError(f"{option} {value} is none of {', '.join(names)}; write one of them.")
-    exchanges = tuple(map(str, read.split_items("exchange", wanted.exchange)))
+    exchanges = EXCHANGES if wanted.exchange is None else tuple(map(str, read.split_items("exchange", wanted.exchange)))
     if unknown := [name for name in exchanges if name not in AUTO_EXCHANGES]:
         raise UsageError(
             f"--exchange {unknown[0]} is none of {', '.join(AUTO_EXCHANGES)}; write for example --exchange a2a."
@@ -237,6 +240,9 @@ def _make_query(wanted: QueryOptions) -> "Query":
         if wanted.gpus is not None
         else (here or min(GPUS_PER_HOST, machine.gpus_per_host),)
     )
+    routing = parse_routing(wanted.routing)
+    if routing and not shape.experts:
+        raise UsageError(f"--routing {wanted.routing}: {shape.name} has no experts; leave --routing out.")
     stages = _read_stages(wanted.stages or Stages())
     drafts, acceptance = _parse_drafts(wanted.mtp)
     if routing := parse_routing(wanted.routing):
@@ -254,6 +260,7 @@ def _make_query(wanted: QueryOptions) -> "Query":
         weights_dtype=weights,
         kv_dtype=wanted.kv_dtype,
         exchanges=exchanges,
+        typed=frozenset(() if wanted.exchange is None else ("exchange",)),
         mtp=drafts,
         acceptance=acceptance,
         routing=routing,
@@ -387,25 +394,17 @@ def _make_loads(wanted: QueryOptions, positions: int) -> "list[tuple[int, int, L
 
 def _parse_objectives(wanted: QueryOptions) -> dict[str, float]:
     """Return the objectives in ms, by name. Raise UsageError for one that does not apply to these requests."""
-    from dcpbench.errors import UsageError
+    from dcpbench.plan.serve_spec import OF_TOKENS, refuse_objectives
     from dcpbench.points.names import OBJECTIVES
     from dcpbench.serving.load_words import parse_lengths, parse_slo
 
     slo = parse_slo(wanted.slo) if wanted.slo is not None else {}
     if wanted.context is not None:
-        asks, option, lacks = "--context measures decode steps only", "--context", set(OBJECTIVES) - {"itl"}
+        lacks = set(OBJECTIVES) - {"itl"}
+        refuse_objectives(slo, lacks, "--context measures decode steps only", "leave out --context")
     elif wanted.output_tokens is not None and str(parse_lengths("--output-tokens", wanted.output_tokens)) == "1":
-        asks, option, lacks = (
-            f"--output-tokens {wanted.output_tokens} asks for one token",
-            "--output-tokens",
-            {"itl", "tpot"},
-        )
-    else:
-        return slo
-    if unknown := [name for name in slo if name in lacks]:
-        rest = ",".join(f"{name}={ms:g}" for name, ms in slo.items() if name not in lacks)
-        instead = f"write --slo {rest}" if rest else "leave out --slo"
-        raise UsageError(f"{asks}, without {format_list(unknown, 'or')}; {instead}, or leave out {option}.")
+        asks = f"--output-tokens {wanted.output_tokens} asks for one token"
+        refuse_objectives(slo, OF_TOKENS, asks, "leave out --output-tokens")
     return slo
 
 

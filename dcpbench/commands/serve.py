@@ -164,7 +164,7 @@ def serve(
     unsaid = OTHERS + (("exchange",) if times.path["exchange"] == NO_EXCHANGE else ())
     unsaid += tuple(name for name in (*STORED, "emulate", "routing", "mtp") if not times.path[name])
     own = {name: value for name, value in times.path.items() if name not in unsaid}
-    spec = make_serve_spec({"baseline": "disaggregate" in given, **own, **given}, probe)
+    spec = make_serve_spec(given, probe, {"baseline": "disaggregate" in given, **own})
     _print_notes(spec, probe, run)
     return point_runner.measure(spec, probe, run, _replay_points, given={**own, **given}, bounds=bounds)
 

@@ -348,7 +348,7 @@ def replay_step_times(
                 progress.show_record(RecordFile(options.folder).append(record))
 
     options = point_runner.make_work(folder, settings, probe, run)
-    search = make_search(bounds, spec.loads, settings.slo, expand)
+    search = make_search(bounds, spec.loads, settings, expand)
     return point_runner.run_candidates(candidates, folder, options, probe, run, run_all, search=search)
 
 
@@ -433,7 +433,7 @@ def _measure_running(
             measure_points(list_point_progress(points, bar), server, replay=replay)
 
     work = point_runner.make_work(folder, spec.settings, probe, run)
-    search = make_search(bounds, spec.loads, spec.settings.slo, expand)
+    search = make_search(bounds, spec.loads, spec.settings, expand)
     return point_runner.run_candidates(candidates, folder, work, probe, run, run_all, search=search)
 
 
@@ -502,7 +502,7 @@ def _measure_started(
             servers.measure(points, bar)
 
     work = point_runner.make_work(folder, spec.settings, probe, run)
-    search = make_search(bounds, spec.loads, spec.settings.slo, expand, one_by_one=True)
+    search = make_search(bounds, spec.loads, spec.settings, expand, one_by_one=True)
     with KeptServer() as kept:
         return point_runner.run_candidates(candidates, folder, work, probe, run, run_all, given=given, search=search)
 

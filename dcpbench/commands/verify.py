@@ -189,7 +189,7 @@ def verify(layouts: Layouts, load: Load, how: opt.LayerOptions, remote: ServerOp
     given = {name: value for name, value in collect_typed(layouts, load, how).items() if name in PARSERS}
     given |= {name: given.get(name) or value for name, value in USUAL_LOAD.items()}
     spec = make_spec(given | {"weights": str(load.checkpoint) if load.checkpoint else None, "baseline": False}, probe)
-    if point_runner.is_values_only(run, spec.tp if layouts.tp else (), spec.dp, spec.dcp):
+    if point_runner.is_values_only(run, spec.tp if layouts.tp else (), spec.dp, spec.dcp, spec.typed):
         return 0
     candidates = grid.expand_layouts(_list_layouts(spec, layouts, probe), spec, probe, run.caller.argv)
     if stored := grid.format_precision_note(spec, candidates):

@@ -10,12 +10,13 @@ from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.axes import Role
 from dcpbench.points.point import AXES, LOAD_AXES
 from dcpbench.records.folder import RECORDS_FILE, find_runs
-from dcpbench.records.record import is_forecast
+from dcpbench.records.record import get_device, is_forecast
 from dcpbench.records.runs import compute_measurement_digest, read_run
-from dcpbench.show.text import make_natural_key
+from dcpbench.reports.joined_runs import find_device_names
+from dcpbench.show.text import fit_name, format_list, make_natural_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from dcpbench.compare.comparison import SideName
@@ -92,13 +93,17 @@ def read_side(paths: Sequence[Path]) -> list[Run]:
 def match_points(a: Sequence[Run], b: Sequence[Run], across: Sequence[str] = ()) -> Matched:
     """Match points of A with the same points of B; without the fields in `across` several points may be the same.
 
-    Raise UsageError for fields that no point has, if a point could be compared with several, and for too many points.
+    Raise UsageError for fields that no point has, if a point could be compared with several, if a side has points of several GPUs, and
+    for too many points.
     """
     if unknown := [name for name in across if name not in FIELDS]:
         raise UsageError(f"--across {unknown[0]}: no point has that; give some of {', '.join(FIELDS)}.")
     sides = [_group_by_point(launches, across) for launches in (a, b)]
     if across:
         _check_one_each(sides, across)
+    devices = find_device_names([*a, *b])
+    for name, side in zip("AB", sides, strict=True):
+        _check_one_device(side, name, devices)
     keys = list(dict.fromkeys([*sides[0], *sides[1]]))
     found = Matched([], [], [], [], [])
     for key in keys:
@@ -192,6 +197,26 @@ def _is_repeated_replay(records: Sequence[Record], launch: Run, seen: set[tuple[
     known = bool(shared & seen)
     seen |= shared
     return known
+
+
+def _check_one_device(side: dict[str, Side], name: str, devices: Mapping[str, str]) -> None:
+    """Raise UsageError if a side ran on different GPUs, whose difference would count as noise or as that of the sides.
+
+    `devices` are the shown names of devices that dcpbench measured (find_device_names).
+    """
+    ran = {
+        device: launch.name
+        for launches in side.values()
+        for launch, records in launches
+        for record in records
+        if has_results(record) and (device := devices.get(get_device(record) or ""))
+    }
+    if len(ran) > 1:
+        where = format_list([f"on {fit_name(device)} in {fit_name(launch)}" for device, launch in ran.items()])
+        raise UsageError(
+            f"points of {name} ran {where}, and one side is one variant on one kind of GPU; name runs of one GPU as A, and those of "
+            "another GPU as B or in a comparison of their own."
+        )
 
 
 def _check_one_each(sides: Sequence[dict[str, Side]], across: Sequence[str]) -> None:

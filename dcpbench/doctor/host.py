@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.doctor.health_report import BAD, NOTE, OK, Report
+from dcpbench.points.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -134,6 +135,12 @@ def _check_limits(report: Report, host: Host, nnodes: int) -> None:
         )
         level = BAD if files < FEW_FILES else NOTE
         report.add_verdict("open files", wrong, f"ulimit -n {16 * OPEN_FILES}", "enough.", level=level)
+    size = report.read("file size", lambda: host.get_limit(resource.RLIMIT_FSIZE))
+    if size is not None:
+        large = size == resource.RLIM_INFINITY or size >= MIN_FREE_DISK_BYTES
+        wrong = "" if large else f"a file may have {format_size(size)}: a larger record file or trace ends the run."
+        level = BAD if size < DISK_BYTES else NOTE
+        report.add_verdict("file size", wrong, "ulimit -f unlimited", "enough.", level=level)
     if nnodes == 1:
         return
     locked = report.read("locked memory", lambda: host.get_limit(resource.RLIMIT_MEMLOCK))

@@ -1,7 +1,7 @@
 """The decode engine of one rank: pools, requests, padded batches, and steps run eagerly or from a CUDA graph.
 
 A step writes and reads the last `query_length` tokens of each request. Above 1 all but the first of them are drafts, which
-the step verifies: it counts those that are equal to the tokens sampled before them (`count_accepted`). Rows of a request
+the step verifies: it counts those that are equal to the tokens sampled before them (`Batch.accepted`). Rows of a request
 are adjacent; the exchange and the layers see one row of each token.
 """
 

@@ -23,6 +23,7 @@ from dcpbench.points.names import format_field
 from dcpbench.points.point import HOW
 from dcpbench.records import disks
 from dcpbench.records.folder import (
+    CASES_SUFFIX,
     CHECKS_FILE,
     FAILED_FILE,
     GAINS_FILE,
@@ -30,6 +31,7 @@ from dcpbench.records.folder import (
     JOB_FILES,
     LOCK_FILE,
     RECORDS_FILE,
+    STEP_TIMES_FOLDER,
     get_job_tag,
     get_progress_file,
 )
@@ -179,7 +181,7 @@ def check_free(folder: Path, *, goes_on: bool) -> None:
 
 
 def prepare_sweep(folder: Path, *, resume: bool, force: bool) -> None:
-    """Create a sweep's folder; `force` removes the files of an earlier run.
+    """Create a sweep's folder; `force` removes the files of an earlier run. Only `resume` keeps measured cases of servers.
 
     Raise OutputError if it holds records and neither flag is given, or if it cannot be written.
     """
@@ -187,6 +189,14 @@ def prepare_sweep(folder: Path, *, resume: bool, force: bool) -> None:
     make_folder(folder)
     if force:
         _remove_results(folder, RECORDS_FILE, GAINS_FILE)
+    if not resume:
+        for path in list_case_files(folder):
+            path.unlink(missing_ok=True)
+
+
+def list_case_files(folder: Path) -> list[Path]:
+    """Return the files with measured cases of servers."""
+    return sorted((folder / STEP_TIMES_FOLDER).glob(f"*{CASES_SUFFIX}"))
 
 
 def prepare_checks(folder: Path, *, force: bool) -> None:

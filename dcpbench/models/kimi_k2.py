@@ -19,9 +19,15 @@ SHAPE = dataclasses.replace(
     topk_group=1,
     routed_scaling_factor=2.827,
     rope_theta=50000.0,
+    yarn=Yarn(factor=32, original_max_position=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0),
+    max_position=131072,
+    mtp_layers=0,
+)
+SHAPE_0905 = dataclasses.replace(
+    SHAPE,
+    name="kimi-k2-0905",
     yarn=Yarn(factor=64, original_max_position=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0),
     max_position=262144,
-    mtp_layers=0,
 )
 
 FAMILY = dataclasses.replace(
@@ -29,5 +35,10 @@ FAMILY = dataclasses.replace(
     title="Kimi-K2",
     model_type="kimi_k2",
     architectures=("KimiK2ForCausalLM",),
-    presets=(Preset(shape=SHAPE, repositories={"kimi-k2": "moonshotai/Kimi-K2-Instruct"}, title="Kimi-K2"),),
+    presets=(
+        Preset(shape=SHAPE, repositories={"kimi-k2": "moonshotai/Kimi-K2-Instruct"}, title="Kimi-K2"),
+        Preset(
+            shape=SHAPE_0905, repositories={"kimi-k2-0905": "moonshotai/Kimi-K2-Instruct-0905"}, title="Kimi-K2-0905"
+        ),
+    ),
 )

@@ -13,21 +13,20 @@ from dcpbench.errors import DcpbenchError, InsufficientMemoryError, UsageError
 from dcpbench.models import get_published_precision, load_shape
 from dcpbench.plan import validate
 from dcpbench.plan.spec import check_same_sizes, resolve_compute_dtype
+from dcpbench.plan.used_options import WITHOUT_EXCHANGE, check_used, get_idle_fields
 from dcpbench.plan.validate import Machine, check_runnable
 from dcpbench.points.axes import Role
 from dcpbench.points.budget import EnginePlan, find_engine_plan, plan_engines
 from dcpbench.points.layout import DEGREES, OUTER_DEGREES, place_experts
 from dcpbench.points.names import (
-    ALL_REDUCES,
     AS_COMPUTED,
     AS_PUBLISHED,
     AUTO,
     BACKENDS,
     VLLM,
     WEIGHT_FORMATS,
-    format_flag,
 )
-from dcpbench.points.point import AXES, LOAD_AXES, OPTIONS, Point, select_point_axes
+from dcpbench.points.point import AXES, LOAD_AXES, Point, select_point_axes
 from dcpbench.points.speculation import limit_acceptance
 from dcpbench.records.record import Record
 from dcpbench.serving.load_words import format_load
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from dcpbench.points.layout import Layout
     from dcpbench.points.settings import Settings
 
-WITHOUT_EXCHANGE: dict[str, object] = {axis.name: axis.default for axis in select_point_axes(Role.EXCHANGE)}  # at dcp 1
 WITHOUT_TRANSFERS: dict[str, object] = {  # fields of a point without transfers of KV between instances
     axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED)
 }
@@ -79,7 +77,7 @@ def expand_grid(
     `argv`: command and arguments that errors repeat with other options.
     """
     found = _expand_spec(spec, Machine(probe=probe, nnodes=nnodes, submitted=submitted, argv=tuple(argv)))
-    _check_used(spec, (c.point for c in found))
+    check_used(spec.typed, ((c.point.tp, c.point.dp, c.point.dcp) for c in found))
     return found
 
 
@@ -93,7 +91,7 @@ def expand_layouts(
     for x in layouts:
         one = dataclasses.replace(spec, tp=(x.tp,), dp=(x.dp,), dcp=(x.dcp,), baseline=False)
         found.update({c.point.get_key(): c for c in _expand_spec(one, machine)})
-    _check_used(spec, (c.point for c in found.values()))
+    check_used(spec.typed, ((x.tp, x.dp, x.dcp) for x in layouts))
     return sorted(found.values(), key=lambda c: _get_sort_key(c.point, spec))
 
 
@@ -253,7 +251,7 @@ def _iter_points(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[
                     how  # type: ignore[arg-type]
                     | placed
                     | _resolve_precision(how, shapes[model])
-                    | _get_idle_fields(tp, dp, dcp)
+                    | get_idle_fields(tp, dp, dcp)
                     | dict(given.deployed)
                 ),
             )
@@ -271,12 +269,6 @@ def _resolve_precision(how: Mapping[str, Value], shape: ModelShape) -> dict[str,
     }
 
 
-def _get_idle_fields(tp: int, dp: int, dcp: int) -> dict[str, object]:
-    """Return the fields that have no effect in a layout, as all of its points have them."""
-    exchange = WITHOUT_EXCHANGE if dcp == 1 else {}
-    return exchange | ({} if tp > dp else {"all_reduce": ALL_REDUCES[0]})
-
-
 def _check_count(spec: SweepSpec, each: int) -> None:
     """Raise UsageError for a grid with more points than a report reads; `each` is their number per
     repeat, tp and dcp.
@@ -287,16 +279,6 @@ def _check_count(spec: SweepSpec, each: int) -> None:
         raise UsageError(
             f"{count:,} points are requested, more than the {MAX_POINTS:,} that a run can have; lower --repeats, or "
             "give fewer values of an option."
-        )
-
-
-def _check_used(spec: SweepSpec, points: Iterable[Point]) -> None:
-    """Raise UsageError if an option of the exchange was given and no point exchanges anything."""
-    on = [format_flag(name) for name in OPTIONS if any(spec.how[name])]
-    if on and all(p.dcp == 1 for p in points):
-        raise UsageError(
-            f"{', '.join(on)} without a layout with --dcp > 1: nothing is exchanged. Add for example --dcp 2, "
-            f"or leave {'it' if len(on) == 1 else 'them'} out."
         )
 
 

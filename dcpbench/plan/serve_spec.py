@@ -12,6 +12,7 @@ from dcpbench.errors import UsageError
 from dcpbench.plan import option_parsers as read
 from dcpbench.plan.option_parsers import check_known, check_positive, check_seconds
 from dcpbench.plan.spec import PARSERS, SPEC_PARSERS, PointLoad, build_spec, get_defaults
+from dcpbench.plan.used_options import list_changed_options
 from dcpbench.points.batches import CHUNK, CPU_CHUNK, GRAPH_BATCHES
 from dcpbench.points.instances import parse_instances
 from dcpbench.points.names import (
@@ -52,7 +53,7 @@ from dcpbench.serving.trace_formats import Reading
 from dcpbench.show.text import format_count, format_list
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from dcpbench.models.shapes import ModelShape
     from dcpbench.plan.spec import SweepSpec
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 OTHERS = ("context", "seconds")  # options that only `sweep` has
 SHARED_AXES = [axis for axis in LOAD_AXES if axis.one]  # equal for all loads of a run; options with the same names
 MAX_REQUESTS = 10_000_000  # maximum generated requests: their prompts of 100 tokens each are 4 GB on each rank
+OF_TOKENS = ("itl", "tpot")  # objectives that an answer of one token does not have
 MAX_TURNS = 10_000
 MAX_SUBAGENTS = 1_000
 YAML_BASE = 60
@@ -350,11 +352,14 @@ SERVED = {field.name for field in dataclasses.fields(ServeLoads)} - {"trace", "l
 """Options that define the loads."""
 
 
-def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
+def make_serve_spec(given: Mapping[str, object], probe: Probe, own: Mapping[str, object] | None = None) -> SweepSpec:
     """Build a SweepSpec from options as given (None = not given; comma-separated strings, numbers or lists) and the
-    device's defaults.
+    device's defaults. `own`: options of a file of step times, which apply where `given` has none.
     """
     options = {name: SERVE_SPEC_PARSERS[name](name, value) for name, value in given.items() if value is not None}
+    typed = list_changed_options(options)
+    more = {name: value for name, value in (own or {}).items() if options.get(name) is None}
+    options |= {name: SERVE_SPEC_PARSERS[name](name, value) for name, value in more.items() if value is not None}
     options.pop("step_times", None)
     check_micro_batches(
         cast("int | None", options.get("micro_batches")), cast("tuple[int, ...]", options.get("pp", (1,)))
@@ -363,7 +368,7 @@ def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
     loads, settings = read_loads(options, get_serve_defaults(probe) | get_default_clients(probe.device))
     settings |= {"step_times": resolve_step_times(given) or ""}
     rest = {name: value for name, value in base.items() if name not in (*SERVED, *OTHERS)}
-    return build_spec(options | {"serve": loads}, rest, settings)
+    return build_spec(options | {"serve": loads}, rest, settings, typed)
 
 
 def read_loads(options: dict[str, object], usual: Mapping[str, object]) -> tuple[ServeLoads, dict[str, object]]:
@@ -391,7 +396,26 @@ def read_loads(options: dict[str, object], usual: Mapping[str, object]) -> tuple
         "limit_seconds": seconds,
         "trace_path": str(trace.path.absolute()) if trace else "",
     }
+    check_objectives(loads, cast("dict[str, float]", settings["slo"]), str(settings["trace_path"]))
     return loads, settings
+
+
+def check_objectives(loads: ServeLoads, slo: Mapping[str, float], trace_path: str, *, each: bool = False) -> None:
+    """Raise UsageError for objectives about the time between tokens if no answer has two tokens: in all loads, or `each`, in one."""
+    if not slo.keys() & set(OF_TOKENS):
+        return
+    single = (compute_extent(load, trace_path).longest_output == 1 for _, load in loads.iter_loads())
+    if any(single) if each else all(single):
+        where = f"the answers of --requests {trace_path}" if trace_path else "answers of --output-tokens 1"
+        refuse_objectives(slo, OF_TOKENS, f"{where} have one token", "use longer answers")
+
+
+def refuse_objectives(slo: Mapping[str, float], lacks: Collection[str], why: str, instead: str) -> None:
+    """Raise UsageError if objectives are among those that requests lack, with the others as the value to type, or another remedy."""
+    if unknown := [name for name in slo if name in lacks]:
+        rest = ",".join(f"{name}={ms:g}" for name, ms in slo.items() if name not in lacks)
+        remedy = f"write --slo {rest}" if rest else "leave out --slo"
+        raise UsageError(f"{why}, without {format_list(unknown, 'or')}; {remedy}, or {instead}.")
 
 
 def get_default_clients(device: str) -> dict[str, object]:

@@ -13,6 +13,7 @@ from dcpbench.plan import option_parsers as read
 from dcpbench.plan.grid import Candidate
 from dcpbench.plan.option_parsers import check_positive
 from dcpbench.plan.serve_spec import FILE, SERVE_SPEC_PARSERS, get_default_clients, get_serve_defaults, read_loads
+from dcpbench.plan.used_options import check_used
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.engine_points import UNKNOWN_FIELDS, make_engine_load, make_engine_point
 from dcpbench.points.layout import DEGREES, Layout, place_experts
@@ -131,6 +132,8 @@ def split_layouts(given: Mapping[str, object]) -> list[dict[str, object]]:
     }
     rest = {name: value for name, value in given.items() if name not in axes}
     found = [rest | dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    layouts = [tuple(cast("int", one.get(name, 1)) for name in DEGREES) for one in found]
+    check_used({"exchange"} & axes.keys(), cast("list[tuple[int, int, int]]", layouts))
     for one in found:
         if one.get("dcp", 1) == 1:
             one.pop("exchange", None)
@@ -148,6 +151,7 @@ def make_server_spec(given: Mapping[str, object], *, cpu: bool, weights: str = U
     options = {name: SERVER_PARSERS[name](name, value) for name, value in given.items() if value is not None}
     loads, settings = read_loads(options, get_serve_defaults(probe) | get_default_clients(probe.device))
     layout = _parse_layout({name: _get_single(name, options.pop(name)) for name in DEGREES if name in options})
+    check_used({"exchange"} & options.keys(), [(layout["tp"], layout["dp"], layout["dcp"])])
     ep = str(_get_single("ep", options.pop("ep"))) if "ep" in options else UNKNOWN
     repeats = cast("int", options.pop("repeats", 1))
     check_positive("repeats", repeats)

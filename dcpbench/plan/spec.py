@@ -17,6 +17,7 @@ from dcpbench.models import load_shape
 from dcpbench.models.checkpoint_folder import check_checkpoint
 from dcpbench.plan import option_parsers as read
 from dcpbench.plan.option_parsers import check_known, check_positive, check_seconds, suggest_known
+from dcpbench.plan.used_options import list_changed_options
 from dcpbench.plan.yaml_text import load_yaml
 from dcpbench.points.device_probe import HOPPER, Probe
 from dcpbench.points.gpus import GPUS
@@ -91,6 +92,7 @@ class SweepSpec:
     repeats: int = 1
     baseline: bool = True  # True if each layout is added without dcp, and tp alone for dp, under the same conditions
     settings: Settings = Settings()  # noqa: RUF009 -- frozen
+    typed: frozenset[str] = frozenset()  # given options of how points are computed, with other values than the defaults
 
     def __post_init__(self) -> None:
         loads = () if self.serve else ("concurrency", "context")
@@ -172,11 +174,16 @@ def make_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
     device's defaults.
     """
     options = {name: SPEC_PARSERS[name](name, value) for name, value in given.items() if value is not None}
-    return build_spec(options, get_defaults(probe), {})
+    return build_spec(options, get_defaults(probe), {}, list_changed_options(options))
 
 
-def build_spec(options: Mapping[str, object], base: Mapping[str, object], settings: Mapping[str, object]) -> SweepSpec:
-    """Build a SweepSpec from parsed options, defaults in `base`, and fields of jobs.Settings that are not options."""
+def build_spec(
+    options: Mapping[str, object],
+    base: Mapping[str, object],
+    settings: Mapping[str, object],
+    typed: frozenset[str] = frozenset(),
+) -> SweepSpec:
+    """Build a SweepSpec from parsed options, defaults in `base`, fields of jobs.Settings that are not options, and SweepSpec.typed."""
     checkpoint = options.get("weights", SYNTHETIC)
     found = {**base, **({} if checkpoint == SYNTHETIC else {"model": (checkpoint,)}), **options}
     more = {field: found.pop(name) for name, field in _SETTINGS.items() if name in found}
@@ -184,7 +191,7 @@ def build_spec(options: Mapping[str, object], base: Mapping[str, object], settin
     found.pop(OVER_FP8, None)
     how = {axis.name: found.pop(axis.name, axis.values[0] if axis.values else axis.default) for axis in HOW}
     how = {name: values if isinstance(values, tuple) else (values,) for name, values in how.items()}
-    return SweepSpec(**found, how=how, settings=Settings(**settings, **more))  # type: ignore[arg-type]
+    return SweepSpec(**found, how=how, settings=Settings(**settings, **more), typed=typed)  # type: ignore[arg-type]
 
 
 OVER_FP8 = "backend over fp8"  # key of the default backend for an fp8 KV cache and for drafts; it is no option's name

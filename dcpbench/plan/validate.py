@@ -139,6 +139,8 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
 
 def _check_layout(point: Point, shape: ModelShape) -> None:
     """Raise an error unless the model can take the layout, and the layout the exchange."""
+    if not shape.experts and point.ep_degree not in (None, 1):
+        raise UsageError(f"--ep {point.ep}: {shape.name} has no experts; leave --ep out.")
     point.layout.check_model(shape, point.ep)
     if point.layout.spread.shared_kv > 1 and point.exchange != PCP_EXCHANGE:
         raise UsageError(

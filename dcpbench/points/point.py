@@ -149,7 +149,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         str, Axis(ASSUMED, 15, "acceptance {}")
     ] = ""
     page_size: Annotated[Count, Axis(ENGINE, 22, "page {}", one=True)] = 1
-    interleave: Annotated[Count, Axis(ENGINE, 23, "interleave {}", one=True)] = 1
+    interleave: Annotated[  # consecutive tokens that one dcp rank stores
+        Count, Axis(ENGINE | EXCHANGE, 23, "interleave {}", one=True)
+    ] = 1
     weights: Annotated[str, Axis(ENGINE, 25, "weights {}", one=True)] = names.SYNTHETIC  # or the folder of a checkpoint
     repeat: Annotated[Count, Axis(REPEAT, 0)] = 0  # index of the pass over the complete sweep, from 0
     load: Load | None = None  # null for `decode`

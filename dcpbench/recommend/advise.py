@@ -18,6 +18,7 @@ from dcpbench.models import load_shape
 from dcpbench.plan.kernel_limits import find_kernel_limit
 from dcpbench.plan.option_parsers import parse_bytes
 from dcpbench.plan.spec import make_planned_probe
+from dcpbench.plan.used_options import check_used
 from dcpbench.plan.validate import check_positions, find_batch_limit, find_shortage
 from dcpbench.points.budget import measure_whole_model, plan_engine
 from dcpbench.points.expert_distribution import EVEN, OWN
@@ -96,6 +97,7 @@ class Query:
     stages: tuple[tuple[int, int], ...] = NO_STAGES  # (pp, pcp) that are compared
     micro_batches: int = 0  # in flight over pipeline stages; 0: as many as stages
     cycled: bool = False  # True if layouts count for which only some layers fit, as `sweep` measures them
+    typed: frozenset[str] = frozenset()  # given options that only some layouts use
 
     @property
     def kv_memory_bytes(self) -> int | None:
@@ -135,6 +137,7 @@ def choose_layouts(
         if not found:
             raise UsageError(_explain_no_layout(query, gpus))
         layouts += found
+    check_used(query.typed, ((x.tp, x.dp, x.dcp) for x in layouts), "Raise --gpus")
     bands = measure_bands(known.runs)
     drafts = [_start_choice(query, times, steps, records, bands, layouts, watch, *load) for load in query.loads]
     _add_estimates(query, drafts, steps, watch)
@@ -550,12 +553,14 @@ def _explain_cpu(query: Query) -> str:
 def format_measure_command(query: Query, points: Sequence[Point], axes: Sequence[str]) -> str:
     """Return the command that measures these points with all options of the query and the points' values of these layout axes."""
     served = points[0].load is not None
+    by_default = [] if "dcp" in axes else [load_shape(query.model).compute_max_dcp(point.tp) for point in points]
+    exchanged = max(by_default, default=1) > 1 or any(point.dcp > 1 for point in points)
     words = [
         f"serve --mode {REPLAY}" if served else "sweep",
         f"--model {shlex.quote(query.model)}",
         *(_format_values(name, points) for name in axes),
         *_list_load_words(points),
-        f"--exchange {','.join(query.exchanges)}",
+        *([f"--exchange {','.join(query.exchanges)}"] if exchanged else []),
         *_list_condition_words(query, served=served),
     ]
     return f"dcpbench {' '.join(words)}"

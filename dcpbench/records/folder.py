@@ -14,6 +14,8 @@ FAILED_FILE = "failed.jsonl"  # records of points that `verify` could not check
 GAINS_FILE = "gain-splits.json"  # gains of DCP by cause, of replayed loads (serving/run_gains.py)
 LOCK_FILE = ".lock"  # locked while a run writes here; holds the process ids of the command, its jobs and their ranks
 JOB_FILES = "job-*.json"
+STEP_TIMES_FOLDER = "step-times"  # folder of the files of step times that were measured for replays
+CASES_SUFFIX = ".cases.jsonl"  # of the files there with the cases of servers, as they are measured
 HANGS_FOLDER = "hangs"  # folder of the evidence captured from hanging jobs, one subfolder TAG-N per hang
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import RecordsError, UsageError, WorkerError
-from dcpbench.measuring.gpu_state import is_throttled, sample_gpus
+from dcpbench.measuring.gpu_state import is_throttled, merge_states, sample_gpus
 from dcpbench.points.names import ENGINE_POLICIES, SGLANG, VLLM
 from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import CPU, DUMMY_WEIGHTS, Conditions, Record
@@ -45,6 +45,7 @@ from dcpbench.servers.step_probe import (
     measure_first_token_us,
     measure_request_times,
 )
+from dcpbench.servers.stored_cases import CaseFile, CaseSource, StoredCase
 from dcpbench.serving import sglang_scheduler, vllm_scheduler
 from dcpbench.serving.engine_cases import (
     ALIGNED,
@@ -55,7 +56,7 @@ from dcpbench.serving.engine_cases import (
     make_whole_case,
 )
 from dcpbench.serving.loads import make_point_requests
-from dcpbench.serving.replay import ENGINE_VOCAB, make_step_times_name, replay_point
+from dcpbench.serving.replay import ENGINE_VOCAB, make_case_file_name, make_step_times_name, replay_point
 from dcpbench.serving.step_model import ReplicaBatch
 from dcpbench.serving.step_times import (
     Decodes,
@@ -74,11 +75,11 @@ if TYPE_CHECKING:
 
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.records.record import EngineSettings
+    from dcpbench.records.record import EngineSettings, Gpu
     from dcpbench.servers.info import ServerInfo
     from dcpbench.servers.measure import MeasuredServer
     from dcpbench.servers.step_probe import CaseSamples
-    from dcpbench.serving.step_times import Case
+    from dcpbench.serving.step_times import Case, EnginePath
 
 MIN_QUEUED_AHEAD = 1.1  # decode steps from which a prompt waits for a step that was decided before it came
 MAX_REQUEST_SHARE = 0.25  # of a decode step: a longer request_ms hides whether a prompt waited for one step or for two
@@ -164,12 +165,17 @@ def measure_server_steps(
 ) -> StepTimes:
     """Measure the step times for all of `points` on the running server that serves them, which must be idle.
 
-    Raise WorkerError if the server fails, UsageError if its steps contradict its policy.
+    Cases that the run's folder has from an interrupted measurement of the same server are not measured again. Raise WorkerError if the server fails, UsageError if its steps contradict its policy.
     """
     began, config = time.perf_counter(), server.config
+    path = get_engine_path(points[0])
+    file = CaseFile.open(
+        server.folder / make_case_file_name(path, engine.settings), _describe_source(path, engine, server)
+    )
+    earlier = list(file.cases.values())
     with sample_gpus(config.gpus.uuids if config.gpus else ()) as get_state:
-        measured = asyncio.run(_measure_cases(points, engine, server, tell))
-        gpu = get_state()
+        measured = asyncio.run(_measure_cases(points, engine, server, tell, file, get_state))
+        gpu = _merge_gpu_states(get_state(), earlier)
     found = [_remove_delays(one, measured.first_token_us) for one in measured.found]
     exposed = None if measured.exposed is None else _remove_delays(measured.exposed, measured.first_token_us)
     seen = found if exposed is None else [*found, exposed]
@@ -180,10 +186,10 @@ def measure_server_steps(
     sizes = read_model_sizes(points[0].model)
     layers = (sizes.layers if sizes else None) or 0
     return StepTimes(
-        path=get_engine_path(points[0]),
+        path=path,
         cases=cases,
         launch_ms=0.0,
-        measuring_s=time.perf_counter() - began,
+        measuring_s=time.perf_counter() - began + sum(one.seconds for one in earlier),
         conditions=Conditions(
             weights=points[0].weights, layers=layers, layers_held=layers, full_weights_bytes_per_gpu=0, kv="served"
         ),
@@ -201,6 +207,28 @@ def measure_server_steps(
     )
 
 
+def _describe_source(path: EnginePath, engine: EngineServer, server: MeasuredServer) -> CaseSource:
+    """Return what the times of the server's cases depend on."""
+    config = server.config
+    command = config.facts.get("command", "").replace(str(config.target.port), "{port}")
+    facts = {"command": command, "prompts": server.prompt_format.prompts, **config.request_facts, **server.info.facts}
+    return CaseSource(
+        path=path,
+        engine=msgspec.structs.replace(engine, kv_tokens=None),
+        server=facts,
+        settings=config.engine_settings,
+        environment=msgspec.structs.replace(make_environment(config), command=""),
+    )
+
+
+def _merge_gpu_states(now: Gpu | None, earlier: Sequence[StoredCase]) -> Gpu | None:
+    """Return the worst state of the GPUs in all parts of a measurement; the mean power of several parts is unknown."""
+    if not earlier or now is None:
+        return now
+    gpu = merge_states([now, *(one.gpu for one in earlier)])
+    return None if gpu is None else msgspec.structs.replace(gpu, power_w_all=None)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Measured:
     """Everything that was measured on a server."""
@@ -213,9 +241,14 @@ class _Measured:
 
 
 async def _measure_cases(
-    points: Sequence[Point], engine: EngineServer, server: MeasuredServer, tell: Callable[[str], None]
+    points: Sequence[Point],
+    engine: EngineServer,
+    server: MeasuredServer,
+    tell: Callable[[str], None],
+    file: CaseFile,
+    get_state: Callable[[], Gpu | None],
 ) -> _Measured:
-    """Measure all cases that requests can produce."""
+    """Measure all cases that requests can produce and that the file does not have."""
     limits = ServerLimits(
         max_batched_tokens=engine.token_budget,
         max_requests=engine.max_requests,
@@ -231,7 +264,7 @@ async def _measure_cases(
             rule=StopRule(seconds=CASE_S),
             realtime=server.config.realtime,
         )
-        cases = _Cases(probe, engine.policy, tell)
+        cases = _Cases(probe, engine.policy, tell, file, get_state)
         multiple = await _find_row_multiple(cases, extent)
         unaligned = make_unaligned_cases(extent) if multiple > 1 else []
         await cases.measure([*make_engine_cases(extent), *unaligned])
@@ -252,18 +285,28 @@ async def _measure_cases(
 class _Cases:
     """Measure cases one after the other, each of them once, and leave out those that requests cannot produce."""
 
-    def __init__(self, probe: StepProbe, policy: str, tell: Callable[[str], None]) -> None:
-        self.probe, self.policy, self.tell = probe, policy, tell
+    def __init__(
+        self,
+        probe: StepProbe,
+        policy: str,
+        tell: Callable[[str], None],
+        file: CaseFile,
+        get_state: Callable[[], Gpu | None] = lambda: None,
+    ) -> None:
+        """Begin with the cases of the file; `get_state` returns the state of the GPUs since the begin."""
+        self.probe, self.policy, self.tell, self.file, self.get_state = probe, policy, tell, file, get_state
         self.found: list[CaseSamples] = []
-        self._taken: dict[tuple[Case, bool], CaseSamples] = {}  # by case, and whether its launch was hidden
+        self._earlier = frozenset(file.cases)
         self._failures = 0  # in succession
 
     async def measure(self, cases: Sequence[Case]) -> None:
         """Measure the cases and keep their samples. Raise WorkerError if the server fails several in succession."""
-        fitting = list(_iter_possible_cases(cases, self.probe.limits))
+        fitting, hidden = list(_iter_possible_cases(cases, self.probe.limits)), self.policy == VLLM
+        earlier = sum((case, hidden) in self._earlier for case in fitting)
+        taken_over = f" ({earlier} taken over)" if earlier else ""
         for number, case in enumerate(fitting, 1):
-            self.tell(f"step times: {number} of {format_count(len(fitting), 'case')}, {case}")
-            if (one := await self._take(case, hide_launch=self.policy == VLLM)) is not None:
+            self.tell(f"step times: {number} of {format_count(len(fitting), 'case')}{taken_over}, {case}")
+            if (one := await self._take(case, hide_launch=hidden)) is not None:
                 self.found.append(one)
 
     async def measure_ms(self, case: Case) -> float | None:
@@ -281,9 +324,9 @@ class _Cases:
 
     async def _take(self, case: Case, *, hide_launch: bool) -> CaseSamples | None:
         """Return the samples of a case, which is measured once; None if the server fails."""
-        key = case, hide_launch
-        if key in self._taken:
-            return self._taken[key]
+        if (stored := self.file.cases.get((case, hide_launch))) is not None:
+            return stored.samples
+        began = time.perf_counter()
         try:
             one = await measure_case(self.probe, case, hide_launch=hide_launch)
         except WorkerError as e:  # such as prompts that never shared a step
@@ -298,7 +341,8 @@ class _Cases:
                 f"{case}: its prompt and its decodes ran in different steps, which vLLM's policy does not do; add "
                 f"--prefill policy={SGLANG} if the engine schedules like SGLang, or use --mode live."
             )
-        self._taken[key] = one
+        seconds = time.perf_counter() - began
+        self.file.append(StoredCase(samples=one, hide_launch=hide_launch, seconds=seconds, gpu=self.get_state()))
         return one
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.plan import option_parsers as read
+from dcpbench.plan.used_options import check_used, list_changed_options
 from dcpbench.points.engine_points import format_settings, make_engine_load, make_engine_point
 from dcpbench.points.expert_distribution import EVEN
 from dcpbench.points.layout import DEGREES, Layout
@@ -125,10 +126,11 @@ def _list_points(engine: Engine, layout: Layout, grid: Grid) -> list[Point]:
         raise UsageError(
             f"--routing {grid.routing} with --engine needs --weights {SYNTHETIC}: other weights have their own routers."
         )
-    point = msgspec.structs.replace(
-        point, q_replicate=grid.q_replicate, interleave=grid.interleave, routing=grid.routing
-    )
-    if layout.dcp <= 1 or not grid.exchanges:
+    point = msgspec.structs.replace(point, interleave=1, routing=grid.routing)
+    if layout.dcp <= 1:
+        return [point]
+    point = msgspec.structs.replace(point, q_replicate=grid.q_replicate, interleave=grid.interleave)
+    if not grid.exchanges:
         return [point]
     return [msgspec.structs.replace(point, exchange=exchange) for exchange in grid.exchanges]
 
@@ -181,14 +183,18 @@ def parse_grid(given: Mapping[str, object], model: str, layouts: Sequence[Layout
     if kv_dtype not in ("", FP8):
         raise UsageError(f"--kv-dtype {kv_dtype}: with --engine it is fp8, or left out for the engine's default.")
     weights = given.get("weights")
+    q_replicate = _get_single("q_replicate", read.parse_bools("q_replicate", given.get("q_replicate", False)))
+    exchanges = read.parse_names("exchange", given["exchange"]) if "exchange" in given else ()
+    typed = list_changed_options({"exchange": exchanges, "q_replicate": q_replicate, "interleave": interleave})
+    check_used(typed, ((layout.tp, layout.dp, layout.dcp) for layout in layouts))
     return Grid(
         model=model,
         layouts=layouts,
-        exchanges=read.parse_names("exchange", given["exchange"]) if "exchange" in given else (),
+        exchanges=exchanges,
         ep=_get_single("ep", read.parse_degrees("ep", given["ep"]) if "ep" in given else (UNKNOWN,)),
         weights=None if weights is None else str(weights),
         kv_dtype=kv_dtype,
-        q_replicate=_get_single("q_replicate", read.parse_bools("q_replicate", given.get("q_replicate", False))),
+        q_replicate=q_replicate,
         interleave=interleave,
         routing=_get_single("routing", read.parse_routings("routing", given.get("routing", EVEN))),
     )

@@ -96,6 +96,7 @@ class Extent:
     shortest: int
     longest: int
     output: int  # output tokens of all requests
+    longest_output: int
     ends_s: float  # arrival time of the last request in s; 0 in a closed loop
 
     def find_longest_served(self, positions: int) -> int:
@@ -116,7 +117,7 @@ def compute_extent(load: Load, trace: str = "") -> Extent:
         inputs, outputs = draw_lengths(load)
         times = draw_arrival_times(load)
     tokens = inputs + outputs
-    return Extent(int(tokens.min()), int(tokens.max()), int(outputs.sum()), times[-1] or 0.0)
+    return Extent(int(tokens.min()), int(tokens.max()), int(outputs.sum()), int(outputs.max()), times[-1] or 0.0)
 
 
 def draw_lengths(load: Load) -> tuple[np.ndarray, np.ndarray]:

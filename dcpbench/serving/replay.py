@@ -24,6 +24,7 @@ import msgspec
 
 from dcpbench.models import load_shape
 from dcpbench.points import latency_bands
+from dcpbench.records.folder import CASES_SUFFIX, STEP_TIMES_FOLDER
 from dcpbench.records.formulas import compute_forecast_error, summarize_latencies
 from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import InstanceMetrics, Kv, Record, Server
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 
 
 ENGINE_VOCAB = 1 << 30  # token ids of prompts that another engine's server does not read: they are only compared
-FOLDER = "step-times"  # below the run's folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +235,12 @@ def make_step_times_name(path: EnginePath, settings: str = "") -> str:
     """
     named = {axis.name: path[axis.name] for axis in PATH_AXES} | {"settings": settings}
     words = "{0}-tp{tp}-dp{dp}-dcp{dcp}-{exchange}".format(Path(str(path["model"])).name, **path)
-    return f"{FOLDER}/{words}-{hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12]}.json"
+    return f"{STEP_TIMES_FOLDER}/{words}-{hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12]}.json"
+
+
+def make_case_file_name(path: EnginePath, settings: str = "") -> str:
+    """Return the path of the file of measured cases (servers/stored_cases.py), next to the step times that are made from it."""
+    return make_step_times_name(path, settings).removesuffix(".json") + CASES_SUFFIX
 
 
 def replay_point(

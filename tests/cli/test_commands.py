@@ -655,3 +655,17 @@ def test_resume_repeats_points_with_an_unreadable_record(bad: list[int], dcpbenc
     assert f"{format_count(len(bad), 'point')} to run" in done.stderr
     assert path.read_bytes().splitlines()[:2] == lines
     assert len(path.read_bytes().splitlines()) == 2 + len(bad)
+
+
+def test_resume_reports_an_incomplete_last_record(dcpbench: Typed, tmp_path: Path) -> None:
+    """A kill or a full disk cuts the last line short."""
+    sweep = ("sweep", "--tp", "1", "--concurrency", "2,4", "--context", "100", "--no-baseline", "-o", "run")
+    note = "run: the last record is incomplete, as its run was interrupted; its point is measured again.\n"
+    assert dcpbench(*sweep).returncode == 0
+    path = tmp_path / "run" / "records.jsonl"
+    path.write_bytes(path.read_bytes()[:-30])
+    done = dcpbench(*sweep, "--resume")
+    assert (done.returncode, done.stderr.count(note)) == (0, 1)
+    assert "1 point to run, 1 already measured" in done.stderr
+    again = dcpbench(*sweep, "--resume")
+    assert (again.returncode, note in again.stderr) == (0, False)

@@ -103,6 +103,23 @@ def test_invalid_search_is_refused(call, replay: list[str], words: list[str], me
     assert message in err
 
 
+@pytest.mark.parametrize(
+    ("command", "words", "remedy"),
+    [
+        ("serve", "--find rate --slo ttft=9,itl=9,tpot=9 --output-tokens 1", "itl or tpot; write --slo ttft=9"),
+        ("serve", "--find rate --slo itl=9 --output-tokens 1,8", "itl; leave out --slo"),
+        ("serve", "--slo itl=9 --output-tokens uniform:1-1", "itl; leave out --slo"),
+        ("server --url http://127.0.0.1:9", "--find rate --slo tpot=9 --output-tokens 1", "tpot; leave out --slo"),
+    ],
+)
+def test_objective_between_tokens_of_answers_with_one_token_is_refused(
+    call, command: str, words: str, remedy: str
+) -> None:
+    code, _, err = call(*command.split(), *words.split())
+    assert code == 2
+    assert f"answers of --output-tokens 1 have one token, without {remedy}, or use longer answers." in err
+
+
 @pytest.mark.distributed
 def test_live_loads_run_several_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

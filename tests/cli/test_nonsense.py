@@ -151,3 +151,53 @@ class TestCtrlC:
 def test_python_m_dcpbench_runs_the_same_command() -> None:
     done = subprocess.run([sys.executable, "-m", "dcpbench", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("dcpbench ")
+
+
+@pytest.mark.parametrize(
+    ("line", "unused"),
+    [
+        ("sweep --tp 2 --dcp 1 --exchange a2a --dry-run", "--exchange"),
+        ("sweep --tp 2 --dcp 1 --page-size rows=8,interleave=4 --dry-run", "--page-size interleave"),
+        ("sweep --tp 1 --collectives all-reduce=symm --dry-run", "--collectives all-reduce"),
+        ("serve --tp 2 --dcp 1 --exchange a2a --dry-run", "--exchange"),
+        ("verify --tp 1 --exchange a2a --dry-run", "--exchange"),
+        ("verify --engine vllm --model m --tp 2 --dcp 1 --exchange a2a --dry-run", "--exchange"),
+        ("sweep --engine vllm --model m --tp 2 --dcp 1 --page-size interleave=4 --dry-run", "--page-size interleave"),
+        (
+            "sweep --engine vllm --model m --tp 2 --dcp 1 --collectives q-replicate=yes --dry-run",
+            "--collectives q-replicate",
+        ),
+        ("server --engine vllm --model m --tp 2 --exchange a2a --dry-run", "--exchange"),
+        ("server --url http://127.0.0.1:9 --tp 2 --exchange a2a --dry-run", "--exchange"),
+        ("submit slurm --dry-run sweep --tp 2 --dcp 1 --exchange a2a", "--exchange"),
+        ("recommend --machine H200 --gpus 1 --exchange a2a", "--exchange"),
+    ],
+)
+def test_option_that_no_layout_uses_is_refused(line: str, unused: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed(*line.split()) == 2
+    err = capsys.readouterr().err
+    assert f"{unused} without a layout with" in err
+    assert err.endswith("or leave it out.\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "sweep --tp 4 --dcp 1,2 --exchange a2a --page-size rows=8,interleave=4 --dry-run",
+        "sweep --tp 2 --dp 2 --collectives all-reduce=symm --dry-run",
+        "server --engine vllm --model m --tp 2 --dcp 1,2 --exchange a2a --dry-run",
+    ],
+)
+def test_option_that_one_layout_uses_is_accepted(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second layout of the second command is its baseline, tp2 without dp."""
+    assert typed(*line.split()) == 0, capsys.readouterr().err
+
+
+def test_experts_of_a_model_without_experts_cannot_be_placed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        typed(*["sweep", "--model", "qwen3-8b", "--tp", "2", "--dcp", "1", "--ep", "tp", "--gpu", "H200", "--dry-run"])
+        == 2
+    )
+    assert "--ep tp: qwen3-8b has no experts; leave --ep out." in " ".join(capsys.readouterr().out.split())
+    assert typed(*["recommend", "--model", "qwen3-8b", "--machine", "H200", "--routing", "zipf:1"]) == 2
+    assert "--routing zipf:1: qwen3-8b has no experts; leave --routing out." in capsys.readouterr().err

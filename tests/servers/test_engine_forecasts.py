@@ -5,7 +5,10 @@ The stand-in engine (step_engine.py) serves steps of 20 ms and more in real time
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,6 +95,33 @@ def test_forecasts_of_unseen_loads_agree_with_the_server(
     for name, most in (("output_tok_s", 0.05), ("itl_p50_ms", 0.05), ("ttft_p50_ms", 0.08)):
         errors = compared[f"{name}_error"].tolist()
         assert max(map(abs, errors)) <= most, (name, errors)
+
+
+@pytest.mark.long
+def test_killed_measurement_of_steps_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The command is killed in its third case or later; the resumed one measures none of those before again."""
+    folder = tmp_path / "run"
+    words = ["--serve-cmd", ENGINE, "--model", "m", "--device", "cpu", "--mode", "replay", "--num-requests", "8"]
+    words += ["--input-tokens", "20", "--output-tokens", "6", "--concurrency", "2", "-o", str(folder)]
+    with subprocess.Popen([sys.executable, "-m", "dcpbench", "server", *words], cwd=ROOT) as process:
+        while not (stored := count_lines(folder)) or stored < 3:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.kill()
+    before = next(folder.glob("step-times/*.cases.jsonl")).read_bytes()
+    code, _, err = dcpbench(capsys, "server", *words, "--resume")
+    assert code == 0, err
+    found = re.search(r"(\d+) cases of an earlier measurement are taken over", err)
+    assert found
+    assert int(found[1]) >= 2
+    file = next(folder.glob("step-times/*.cases.jsonl"))
+    assert file.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
+    assert len(read_times(folder).cases) > int(found[1])
+
+
+def count_lines(folder: Path) -> int:
+    """Return the lines of stored cases, 0 without a file."""
+    return sum(path.read_bytes().count(b"\n") for path in folder.glob("step-times/*.cases.jsonl"))
 
 
 @pytest.mark.long
@@ -202,4 +232,4 @@ def test_engine_that_dies_during_step_measurement_fails_its_points(
     for record in records:
         assert "the server died" in str(record.reason)
         assert "illegal memory access" in str(record.reason)
-    assert not list((tmp_path / "run").glob("step-times/*"))
+    assert not list((tmp_path / "run").glob("step-times/*.json"))

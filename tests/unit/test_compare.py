@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 from typing import TYPE_CHECKING
@@ -132,6 +133,37 @@ class TestMatching:
         a = [build.ok(build.point(repeat=n), median_ms=10) for n in range(3)]
         found = compare_records(tmp_path, a, a[:1])
         assert found.points[0].rows[0].repeats == (3, 1)
+
+    @pytest.mark.parametrize("side", ["a", "b"])
+    def test_launches_of_one_side_on_two_gpus_are_refused(self, side: str, tmp_path: Path) -> None:
+        """The difference between the GPUs would count as noise of the side. A GPU has the same name without its maker."""
+        folders = {name: write_launches(tmp_path / name, 4) for name in ("a", "b")}
+        a, b = (read_side([folder]) for folder in folders.values())
+
+        def move(device: str) -> None:
+            found = {"a": a, "b": b}[side]
+            environment = found[3].records[0].environment
+            assert environment is not None
+            moved = [
+                msgspec.structs.replace(r, environment=msgspec.structs.replace(environment, device=device))
+                for r in found[3].records
+            ]
+            found[3] = dataclasses.replace(found[3], records=moved)
+
+        move("H200")
+        judge_sides(a, b, Options())
+        move("NVIDIA H100")
+        message = rf"points of {side.upper()} ran on NVIDIA H200 in .*round-3 and on NVIDIA H100 in .*round-4"
+        with pytest.raises(UsageError, match=message):
+            judge_sides(a, b, Options())
+
+    def test_sides_on_different_gpus_are_compared(self, tmp_path: Path) -> None:
+        """This is how the GPUs themselves are compared; the difference is listed."""
+        good = build.ok(build.point(Layout(4)))
+        assert good.environment is not None
+        other = msgspec.structs.replace(good.environment, device="NVIDIA H100")
+        found = compare_records(tmp_path, [good], [msgspec.structs.replace(good, environment=other, started_at="x")])
+        assert [d.b for d in found.differences if d.what == "GPU"] == ["NVIDIA H100"]
 
     def test_latest_record_of_a_resumed_point_counts(self, tmp_path: Path) -> None:
         old, new = (build.ok(build.point(), median_ms=ms, started_at=f"{ms}") for ms in (20, 10))

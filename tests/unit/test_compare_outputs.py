@@ -459,7 +459,7 @@ class TestHostileRecords:
                     environment=msgspec.structs.replace(good.environment, device=EVIL, settings={EVIL: EVIL}),
                 )
             )
-        return [*found, good]
+        return [*found, msgspec.structs.replace(good, environment=found[0].environment)]
 
     def test_hostile_records_break_no_output(self, tmp_path: Path) -> None:
         a = [Run("a" + EVIL, tmp_path / "a", self.make_hostile_records())]
@@ -481,6 +481,11 @@ class TestHostileRecords:
         assert picture.draw(found, tmp_path)
         assert "<script" not in (tmp_path / "forest.svg").read_text()
         json.loads(msgspec.json.encode(found))
+        mixed = [Run("a" + EVIL, tmp_path / "a", [*a[0].records, build.ok(build.point(Layout(4)))])]
+        with pytest.raises(UsageError) as refused:
+            judge_sides(mixed, b, Options())
+        assert "\x1b" not in str(refused.value)
+        assert len(str(refused.value)) < 1000
 
     def test_samples_file_outside_the_run_is_not_read(self, tmp_path: Path) -> None:
         record = serving.served(serving.point())

@@ -292,7 +292,13 @@ def test_only_gpus_in_cuda_visible_devices_are_checked(tmp_path: Path) -> None:
 HOST_FAULTS = {
     "shared memory": (System(get_free_bytes=lambda p: 64 << 20 if p == host.SHARED else 500 * GIB), 1, BAD, "0.1 GiB"),
     "disk": (System(get_free_bytes=5 * GIB), 1, NOTE, "5.0 GiB"),
-    "open files": (System(get_limit=256), 1, BAD, "256"),
+    "open files": (System(get_limit=lambda which: 256 if which == resource.RLIMIT_NOFILE else -1), 1, BAD, "256"),
+    "file size": (
+        System(get_limit=lambda which: 64 << 20 if which == resource.RLIMIT_FSIZE else -1),
+        1,
+        BAD,
+        "64.0 MiB",
+    ),
     "locked memory": (
         System(get_limit=lambda which: 64 << 10 if which == resource.RLIMIT_MEMLOCK else -1),
         2,
@@ -611,6 +617,8 @@ LIMITS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("open files", NOTE, with_system(get_limit=4096), with_system(get_limit=4095)),
     ("open files", NOTE, with_system(get_limit=4096), with_system(get_limit=1024)),
     ("open files", BAD, with_system(get_limit=4096), with_system(get_limit=1023)),
+    ("file size", NOTE, with_system(get_limit=10 * GIB), with_system(get_limit=10 * GIB - 1)),
+    ("file size", BAD, with_system(get_limit=-1), with_system(get_limit=GIB - 1)),
     ("cores", NOTE, with_system(get_load=16.0), with_system(get_load=16.1)),
     ("clock", NOTE, with_system(read_clock=(True, 100_000)), with_system(read_clock=(True, 100_001))),
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from dcpbench.errors import RecordsError, UsageError, WorkerError
 from dcpbench.points.engine_points import make_engine_load, make_engine_point
 from dcpbench.points.names import CLOSED, GAMMA, MIXED, REPLAY, SGLANG, VLLM
 from dcpbench.points.settings import Settings
-from dcpbench.records.record import EngineSettings, Environment
+from dcpbench.records.record import EngineSettings, Environment, Gpu
 from dcpbench.servers import engine_replay
 from dcpbench.servers.client import Target
 from dcpbench.servers.engine_replay import ReplayOptions, describe_engine
@@ -25,6 +25,7 @@ from dcpbench.servers.info import Card, ServerInfo
 from dcpbench.servers.measure import ClientConfig, MeasuredServer
 from dcpbench.servers.prompt_format import PromptFormat
 from dcpbench.servers.step_probe import CaseSamples, Method, RequestTimes, ServerLimits, StepProbe, check_case
+from dcpbench.servers.stored_cases import CaseFile, CaseSource, StoredCase
 from dcpbench.serving.engine_cases import EngineExtent, make_engine_cases, make_unaligned_cases
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.outcome import compute_serve_metrics
@@ -567,7 +568,22 @@ def test_slow_numbers_of_tokens_are_reported() -> None:
     assert not engine_replay.describe_slow_rows(measure_exactly([make_point()], ENGINE))
 
 
-def test_each_case_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+SOURCE = CaseSource(
+    path=get_engine_path(make_point()),
+    engine=ENGINE,
+    server={},
+    settings=None,
+    environment=Environment(device="NVIDIA H200", device_count=2),
+)
+
+
+def make_cases(folder: Path, source: CaseSource = SOURCE) -> engine_replay._Cases:
+    """Return cases of vLLM that are stored in this folder."""
+    probe = StepProbe(client=None, prompt_format=None, limits=ServerLimits(max_batched_tokens=2048))  # type: ignore[arg-type]
+    return engine_replay._Cases(probe, VLLM, lambda _: None, CaseFile.open(folder / "x.cases.jsonl", source))
+
+
+def test_each_case_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The longest prompt of one step is compared with others, and is a step time as well."""
     measured: list[Case] = []
 
@@ -576,15 +592,14 @@ def test_each_case_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return CaseSamples(case=case, samples_ms=[9.0], method=Method.BEHIND, precise=True)
 
     monkeypatch.setattr(engine_replay, "measure_case", measure)
-    probe = StepProbe(client=None, prompt_format=None, limits=ServerLimits(max_batched_tokens=2048))  # type: ignore[arg-type]
-    cases, longest = engine_replay._Cases(probe, VLLM, lambda _: None), Case(chunks=(Chunks(1, 2048, 0),))
+    cases, longest = make_cases(tmp_path), Case(chunks=(Chunks(1, 2048, 0),))
     assert asyncio.run(cases.measure_ms(longest)) == 9.0
     asyncio.run(cases.measure([longest]))
     assert (measured, [one.case for one in cases.found]) == ([longest], [longest])
 
 
 def test_failed_case_behind_decodes_does_not_end_the_measurement(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The same case with its launch hidden is another measurement, and its samples stay."""
 
@@ -594,13 +609,88 @@ def test_failed_case_behind_decodes_does_not_end_the_measurement(
         return CaseSamples(case=case, samples_ms=[9.0], method=Method.MIXED, precise=True)
 
     monkeypatch.setattr(engine_replay, "measure_case", measure)
-    probe = StepProbe(client=None, prompt_format=None, limits=ServerLimits(max_batched_tokens=2048))  # type: ignore[arg-type]
-    cases = engine_replay._Cases(probe, VLLM, lambda _: None)
+    cases = make_cases(tmp_path)
     mixed = Case(decodes=(Decodes(1, 300),), chunks=(Chunks(1, 500, 0),))
     asyncio.run(cases.measure([mixed]))
     assert asyncio.run(cases.measure_exposed(mixed)) is None
     assert [one.samples_ms for one in cases.found] == [[9.0]]
     assert capsys.readouterr().err == "A step is not measured: prompts never shared a step.\n"
+
+
+SIZES = [Case(chunks=(Chunks(1, size, 0),)) for size in (16, 32, 48)]
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Case]:
+    """Return the cases that are measured, of which the third interrupts the measurement the first time."""
+    found: list[Case] = []
+
+    async def measure(_probe: object, case: Case, **_options: bool) -> CaseSamples:
+        found.append(case)
+        if len(found) == len(SIZES):
+            raise KeyboardInterrupt
+        return CaseSamples(case=case, samples_ms=[9.0], method=Method.BEHIND, precise=True)
+
+    monkeypatch.setattr(engine_replay, "measure_case", measure)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(make_cases(tmp_path).measure(SIZES))
+    return found
+
+
+class TestStoredCases:
+    """Test a measurement of three cases that is interrupted in the third, and goes on in another process."""
+
+    def test_only_missing_cases_are_measured(
+        self, interrupted: list[Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        cases, notes = make_cases(tmp_path), []
+        cases.tell = notes.append
+        asyncio.run(cases.measure(SIZES))
+        assert interrupted == [*SIZES, SIZES[-1]]
+        assert [one.case for one in cases.found] == SIZES
+        assert notes[-1] == "step times: 3 of 3 cases (2 taken over), 1 × 48 tokens at 0"
+        assert "2 cases of an earlier measurement are taken over" in capsys.readouterr().err
+
+    def test_incomplete_case_is_measured_again(self, interrupted: list[Case], tmp_path: Path) -> None:
+        """A kill leaves a part of the last line, which a complete one replaces."""
+        file = tmp_path / "x.cases.jsonl"
+        file.write_bytes(file.read_bytes()[:-40])
+        asyncio.run(make_cases(tmp_path).measure(SIZES))
+        assert interrupted == [*SIZES, *SIZES[1:]]
+        assert list(make_cases(tmp_path).file.cases) == [(case, True) for case in SIZES]
+
+    @pytest.mark.parametrize(
+        ("changes", "difference"),
+        [
+            ({"engine": msgspec.structs.replace(ENGINE, version="0.27.0")}, "engine.version was 0.26.0 and is 0.27.0"),
+            ({"server": {"command": "vllm serve --x 1"}}, "server.command was None and is vllm serve --x 1"),
+            (
+                {"environment": Environment(device="NVIDIA H100", device_count=2)},
+                "environment.device was NVIDIA H200 and is NVIDIA H100",
+            ),
+            ({"path": SOURCE.path | {"dcp": 1}}, "path.dcp was 2 and is 1"),
+        ],
+        ids=["version", "flags", "GPU", "layout"],
+    )
+    def test_cases_of_another_server_are_measured_again(
+        self,
+        interrupted: list[Case],
+        changes: dict[str, object],
+        difference: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        cases = make_cases(tmp_path, msgspec.structs.replace(SOURCE, **changes))
+        asyncio.run(cases.measure(SIZES))
+        assert interrupted == [*SIZES, *SIZES]
+        assert f"the stored cases are measured again: {difference}." in capsys.readouterr().err
+
+    def test_throttling_before_an_interruption_is_kept(self) -> None:
+        samples = CaseSamples(case=SIZES[0], samples_ms=[9.0], method=Method.BEHIND, precise=True)
+        hot = Gpu(power_w_all=600.0, throttle_reasons=["sw_power_cap"])
+        earlier = [StoredCase(samples=samples, hide_launch=True, seconds=1.0, gpu=hot)]
+        found = engine_replay._merge_gpu_states(Gpu(power_w_all=500.0, temperature_c_max=60), earlier)
+        assert found == Gpu(temperature_c_max=60, throttle_reasons=["sw_power_cap"])
 
 
 LONG = Case(decodes=(Decodes(1, 300),), chunks=(Chunks(1, 8191, 0),))

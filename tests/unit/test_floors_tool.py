@@ -95,5 +95,6 @@ def test_other_sizes_are_not_compared_and_no_comparison_exits_with_1(tmp_path, c
     record = make_record_with_floors(Layout(1))
     record_of_bench = make_bench("attention", 1.0, heads=64, requests=8, context=4000, lengths="even")
     assert list(tool.compare_record(record, [record_of_bench])) == []
+    (tmp_path / "bench-attention.json").write_bytes(msgspec.json.encode(record_of_bench))
     assert tool.main([str(build.write(tmp_path / "run", [record])), str(tmp_path)]) == 1
     assert "No operator can be compared" in capsys.readouterr().out

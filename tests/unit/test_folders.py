@@ -115,6 +115,14 @@ class TestSweep:
         folders.prepare_sweep(tmp_path, resume=False, force=False)
         assert read_records(tmp_path) == []
 
+    @pytest.mark.parametrize("resume", [True, False])
+    def test_only_resume_keeps_measured_cases_of_servers(self, tmp_path: Path, resume: bool) -> None:
+        file = tmp_path / "step-times" / "m.cases.jsonl"
+        file.parent.mkdir()
+        file.touch()
+        folders.prepare_sweep(tmp_path, resume=resume, force=False)
+        assert file.exists() == resume
+
     def test_resume_keeps_records_and_force_removes_records_jobs_and_logs(self, tmp_path: Path) -> None:
         """A leftover job file would give wrong settings for the new run."""
         RecordFile(tmp_path).append(RECORD)

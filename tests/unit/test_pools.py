@@ -14,7 +14,7 @@ from dcpbench.serving.allocator import Allocation, DcpAllocator, OutOfKvError
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Allocates, extends, trims and frees requests at random, in a pool of any geometry; a dict of lengths is the
+    """Allocates, extends and frees requests at random, in a pool of any geometry; a dict of lengths is the
     model. Full pages become pages of a prefix cache: other requests begin with them, and the cache frees them when no
     request uses them.
     """

@@ -63,7 +63,12 @@ def test_exit_code_is_1_if_a_step_is_outside_its_band(
     assert f"{1 - code} of 1 steps are inside" in printed
 
 
-def test_run_without_steps_exits_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_steps_exits_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     build.write(tmp_path / "run", [build.failed(build.point(Layout(2)))])
     monkeypatch.setattr(sys, "argv", ["routing_check", str(tmp_path / "run")])
-    assert routing_check.main() == 1
+    with pytest.raises(SystemExit) as end:
+        routing_check.main()
+    assert end.value.code == 2
+    assert "no run has a decode step" in capsys.readouterr().err

@@ -110,10 +110,11 @@ K2 = V3 | {
     "topk_group": 1,
     "routed_scaling_factor": 2.827,
     "rope_theta": 50000.0,
-    "max_position_embeddings": 262144,
-    "rope_scaling": V3["rope_scaling"] | {"factor": 64, "beta_fast": 1.0},
+    "max_position_embeddings": 131072,
+    "rope_scaling": V3["rope_scaling"] | {"factor": 32, "beta_fast": 1.0},
 }
-CONFIGS = {"deepseek-v3": V3, "deepseek-v2": V2, "deepseek-v2-lite": LITE, "kimi-k2": K2}
+K2_0905 = K2 | {"max_position_embeddings": 262144, "rope_scaling": K2["rope_scaling"] | {"factor": 64}}
+CONFIGS = {"deepseek-v3": V3, "deepseek-v2": V2, "deepseek-v2-lite": LITE, "kimi-k2": K2, "kimi-k2-0905": K2_0905}
 
 
 def write(folder: Path, config: object) -> Path:

@@ -208,7 +208,7 @@ def test_exchange_options_without_a_dcp_point_are_refused() -> None:
     for verify.
     """
     with pytest.raises(
-        UsageError, match=r"--collectives q-replicate, --collectives project-first without a layout with --dcp > 1"
+        UsageError, match=r"--collectives q-replicate and --collectives project-first without a layout with --dcp > 1"
     ):
         expand(dcp="1", concurrency=8, q_replicate=True, project_first=True)
     spec = make_spec({"tp": "2", "model": "tiny", "project_first": True}, CPU)
@@ -241,7 +241,8 @@ def test_points_and_baselines_have_the_same_all_reduce() -> None:
     found = expand(dcp="4", concurrency=8, all_reduce="nccl,symm", dtype="bf16")
     assert [(c.point.dcp, c.point.all_reduce) for c in found] == [(1, "nccl"), (1, "symm"), (4, "nccl"), (4, "symm")]
     assert grid.format_path(found[1].point) == "flashinfer symm all-reduce"
-    assert [c.point.all_reduce for c in expand(tp="1", concurrency=8, all_reduce="symm")] == ["nccl"]
+    found = expand(tp="1,4", dcp="1", concurrency=8, all_reduce="symm")
+    assert [(c.point.tp, c.point.all_reduce) for c in found] == [(1, "nccl"), (4, "symm")]
 
 
 def test_default_dcp_is_the_largest_for_each_tp_and_dp() -> None:

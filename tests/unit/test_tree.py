@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dcpbench.errors import UsageError
 from tools import results
 
 if TYPE_CHECKING:
@@ -188,11 +189,11 @@ class TestArchives:
     def test_packing_without_an_archived_file_is_rejected(self, folder: Path) -> None:
         results.pack(folder)
         (folder / "tables.py").unlink()
-        with pytest.raises(SystemExit, match=r"has 1 files that are not in .*, such as tables\.py\. Unpack it first"):
+        with pytest.raises(UsageError, match=r"has 1 files that are not in .*, such as tables\.py\. Unpack it first"):
             results.pack(folder)
 
     def test_packing_a_folder_without_raw_files_is_rejected(self, folder: Path) -> None:
         (folder / "tables.py").unlink()
         (folder / "run" / "records.jsonl").unlink()
-        with pytest.raises(SystemExit, match="has no raw file"):
+        with pytest.raises(UsageError, match="has no raw file"):
             results.pack(folder)

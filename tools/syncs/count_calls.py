@@ -27,6 +27,7 @@ import gzip
 import json
 import re
 import sys
+import zlib
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -163,8 +164,18 @@ def main(arguments: list[str]) -> None:
     """Print the counts of these traces as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
-    traces = parser.parse_args(arguments).traces
-    sys.stdout.write(json.dumps([count_trace(path) for path in traces], indent=1) + "\n")
+    counts = []
+    for path in parser.parse_args(arguments).traces:
+        try:
+            counts.append(count_trace(path))
+        except OSError as e:
+            parser.error(f"{path} cannot be read ({e.strerror or e}); name a trace that torch.profiler wrote")
+        except (EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            parser.error(
+                f"{path} is no trace ({type(e).__name__}: {str(e)[:100]}); name a file that torch.profiler wrote, such as "
+                "NAME.pt.trace.json.gz"
+            )
+    sys.stdout.write(json.dumps(counts, indent=1) + "\n")
 
 
 if __name__ == "__main__":
