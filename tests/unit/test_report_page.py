@@ -107,3 +107,11 @@ def test_pictures_of_one_chart_keep_their_alternative_texts(tmp_path: Path) -> N
 def test_long_string_is_truncated_with_the_number_of_characters() -> None:
     assert format_brief("x" * 10, 4) == "xxxx… (6 more characters)"
     assert format_brief("x" * 4, 4) == "xxxx"
+
+
+def test_long_names_are_cut_and_marked(tmp_path: Path) -> None:
+    """Each point repeats its names."""
+    records = [record_builder.ok(record_builder.point(concurrency=n + 1, model="m" * n)) for n in (200, 201)]
+    names = data(tmp_path, records)["columns"]["model"]
+    assert names[0] == "m" * 200
+    assert names[1] == "m" * 200 + "… (1 more character)"

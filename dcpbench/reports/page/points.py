@@ -20,6 +20,7 @@ from dcpbench.reports.reproduce import build_command
 from dcpbench.show import figure_style
 from dcpbench.show.layouts import format_css_colours
 from dcpbench.show.numbers import is_missing
+from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,7 +66,7 @@ ExtraValues = dict[tuple[Any, ...], dict[str, Any]]  # additional values of poin
 def format_brief(text: object, most: int = MAX_CELL_CHARS) -> str:
     """Return the beginning of a text, with the number of characters left out."""
     whole = str(text)
-    return whole if len(whole) <= most else f"{whole[:most]}… ({len(whole) - most:,} more characters)"
+    return whole if len(whole) <= most else f"{whole[:most]}… ({format_count(len(whole) - most, 'more character')})"
 
 
 def _make_field(name: str, label: str, unit: str, metric: Metric | None = None) -> dict[str, Any]:
