@@ -380,7 +380,7 @@ def _format_paying_loads(rows: pd.DataFrame) -> str:
     fastest = paying.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates(
         ["same_load", *findings.BEST_OF]
     )
-    fastest = fastest.sort_values(["gpus", "concurrency"], kind="stable")
+    fastest = fastest.sort_values([*findings.BEST_OF, "concurrency"], kind="stable")
     clauses = []
     tried = sorted(set(rows["concurrency"]))
     keyed = []
