@@ -651,11 +651,14 @@ class TestStoredCases:
         assert notes[-1] == "step times: 3 of 3 cases (2 taken over), 1 × 48 tokens at 0"
         assert "2 cases of an earlier measurement are taken over" in capsys.readouterr().err
 
-    def test_incomplete_case_is_measured_again(self, interrupted: list[Case], tmp_path: Path) -> None:
+    def test_incomplete_case_is_measured_again(
+        self, interrupted: list[Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """A kill leaves a part of the last line, which a complete one replaces."""
         file = tmp_path / "x.cases.jsonl"
         file.write_bytes(file.read_bytes()[:-40])
         asyncio.run(make_cases(tmp_path).measure(SIZES))
+        assert "1 case of an earlier measurement is taken over" in capsys.readouterr().err
         assert interrupted == [*SIZES, *SIZES[1:]]
         assert list(make_cases(tmp_path).file.cases) == [(case, True) for case in SIZES]
 
