@@ -568,6 +568,15 @@ def test_slow_numbers_of_tokens_are_reported() -> None:
     assert not engine_replay.describe_slow_rows(measure_exactly([make_point()], ENGINE))
 
 
+def test_step_times_hold_for_all_rows_of_a_measured_graph() -> None:
+    """The graph of 32 rows is measured with 24 requests, so that replays of 25 to 32 requests are known, and of 33 are not."""
+    model = measure_exactly([make_point(24, requests=128)], GRAPHS).model
+    of_graph = [model.predict_step_ms([ReplicaBatch.from_requests(rows, 24_000, [])]) for rows in (24, 25, 32)]
+    assert of_graph == pytest.approx([compute_true_case_ms(Case(decodes=(Decodes(24, 1000),)), GRAPHS)] * 3, rel=1e-3)
+    with pytest.raises(UsageError, match="no step time is known for 33 decode rows"):
+        model.predict_step_ms([ReplicaBatch.from_requests(33, 24_000, [])])
+
+
 SOURCE = CaseSource(
     path=get_engine_path(make_point()),
     engine=ENGINE,
