@@ -303,7 +303,7 @@ def prepare_folder(
     elif run.resume and known and not searched and not any(c.point.get_key() in known for c in candidates):
         print_stderr(f"None of these points is in {folder}; to continue its run, repeat the command of that run.")
     if run.resume:
-        now = folders.list_settings(candidates[0].point, options.settings, options.device)
+        now = folders.list_settings([c.point for c in candidates], options.settings, options.device)
         if changed := folders.check_resumed(folder, now):
             print_stderr(changed)
     for c in candidates:
