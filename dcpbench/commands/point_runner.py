@@ -74,10 +74,13 @@ def is_values_only(
     dp: Sequence[int] = (1,),
     dcp: Sequence[int] = (),
     typed: Collection[str] = (),
+    *,
+    baseline: bool = False,
 ) -> bool:
     """Return whether only the values of options can be checked.
 
-    Raise LayoutError if no layout is valid, UsageError if no layout uses one of the options `typed` (SweepSpec.typed).
+    Raise LayoutError if no layout is valid, UsageError if no layout uses one of the options `typed` (SweepSpec.typed). With `baseline`,
+    each tp also runs without dp.
     """
     there = run.caller.elsewhere
     if there is None or there.points:
@@ -88,7 +91,7 @@ def is_values_only(
     if errors and all(errors):
         raise next(filter(None, errors))
     if dcp:
-        check_used(typed, itertools.product(tp, dp, dcp))
+        check_used(typed, itertools.product(tp, (*dp, 1) if baseline else dp, dcp))
     return True
 
 
@@ -131,7 +134,7 @@ def measure(
     from dcpbench.commands.find_loads import make_search
 
     record_device(run, probe)
-    if is_values_only(run, spec.tp, spec.dp, spec.dcp, spec.typed):
+    if is_values_only(run, spec.tp, spec.dp, spec.dcp, spec.typed, baseline=spec.baseline):
         return 0
     there = run.caller.elsewhere
 
@@ -300,7 +303,7 @@ def prepare_folder(
     elif run.resume and known and not searched and not any(c.point.get_key() in known for c in candidates):
         print_stderr(f"None of these points is in {folder}; to continue its run, repeat the command of that run.")
     if run.resume:
-        now = folders.list_settings(candidates[0].point, options.settings, options.device)
+        now = folders.list_settings([c.point for c in candidates], options.settings, options.device)
         if changed := folders.check_resumed(folder, now):
             print_stderr(changed)
     for c in candidates:

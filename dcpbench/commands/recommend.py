@@ -236,13 +236,10 @@ def _make_query(wanted: QueryOptions) -> "Query":
             f"--price {wanted.price:g} is not a valid price of a GPU per hour; write for example --price 3.5."
         )
     gpus = (
-        _parse_positive("gpus", wanted.gpus)
+        read.parse_positive_ints("gpus", wanted.gpus)
         if wanted.gpus is not None
         else (here or min(GPUS_PER_HOST, machine.gpus_per_host),)
     )
-    routing = parse_routing(wanted.routing)
-    if routing and not shape.experts:
-        raise UsageError(f"--routing {wanted.routing}: {shape.name} has no experts; leave --routing out.")
     stages = _read_stages(wanted.stages or Stages())
     drafts, acceptance = _parse_drafts(wanted.mtp)
     if routing := parse_routing(wanted.routing):
@@ -317,19 +314,10 @@ def _find_local_gpu() -> tuple[str, int]:
     )
 
 
-def _parse_positive(name: str, typed: str) -> tuple[int, ...]:
-    from dcpbench.plan import option_parsers as read
-
-    found = read.parse_ints(name, typed)
-    for n in found:
-        read.check_positive(name, n)
-    return found
-
-
 def _make_loads(wanted: QueryOptions, positions: int) -> "list[tuple[int, int, Load | None]]":
     """Return (concurrency, context, load) of each load, as Query holds them. `positions`: the model's maximum length."""
     from dcpbench.errors import UsageError
-    from dcpbench.plan.option_parsers import check_positive
+    from dcpbench.plan.option_parsers import check_positive, parse_positive_ints
     from dcpbench.plan.serve_spec import MAX_REQUESTS, check_rates, check_request_count, parse_rates
     from dcpbench.points.batches import CHUNK
     from dcpbench.points.names import CLOSED, GAMMA
@@ -338,14 +326,14 @@ def _make_loads(wanted: QueryOptions, positions: int) -> "list[tuple[int, int, L
     from dcpbench.serving.load_words import parse_lengths
     from dcpbench.serving.loads import compute_extent
 
-    clients = _parse_positive("concurrency", CLIENTS if wanted.concurrency is None else wanted.concurrency)
+    clients = parse_positive_ints("concurrency", CLIENTS if wanted.concurrency is None else wanted.concurrency)
     if wanted.context is not None:
         if no_use := [format_flag(name) for name in SERVED if getattr(wanted, name) is not None]:
             raise UsageError(
                 f"--context measures decode steps only, which have no {format_list(no_use, 'or')}; "
                 f"leave out --context, or {format_list(no_use)}."
             )
-        return [(n, length, None) for length in _parse_positive("context", wanted.context) for n in clients]
+        return [(n, length, None) for length in parse_positive_ints("context", wanted.context) for n in clients]
     if wanted.num_requests is not None and wanted.request_rate is None:
         raise UsageError("--num-requests applies only with --request-rate; add --request-rate, or leave it out.")
     prompt = PROMPTS if wanted.input_tokens is None else wanted.input_tokens

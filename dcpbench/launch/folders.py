@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from dcpbench.errors import DcpbenchError, OutputError
 from dcpbench.launch.jobs import read_job
 from dcpbench.launch.processes import COMMAND, find_alive, find_alive_pid
+from dcpbench.plan.used_options import get_idle_fields
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import format_field
 from dcpbench.points.point import HOW
@@ -209,8 +210,14 @@ def prepare_checks(folder: Path, *, force: bool) -> None:
     _remove_results(folder, CHECKS_FILE, FAILED_FILE)
 
 
-def list_settings(point: Point, settings: Settings, device: str) -> dict[str, object]:
-    """Return the settings shared by all points of a run, by option."""
+def list_settings(points: Sequence[Point], settings: Settings, device: str) -> dict[str, object]:
+    """Return the settings shared by all points of a run, by option; those that no point uses are left out."""
+    shared = {
+        axis.name: getattr(point, axis.name)
+        for point in reversed(points)
+        for axis in HOW
+        if axis.one and axis.name not in get_idle_fields(point.tp, point.dp, point.dcp)
+    }
     return {
         "--seconds": settings.seconds,
         "--profile": settings.profile,
@@ -218,7 +225,7 @@ def list_settings(point: Point, settings: Settings, device: str) -> dict[str, ob
         "--timeout load": settings.limit_seconds,
         "--step-times": settings.step_times or None,
         "--kv-memory": settings.kv_memory_bytes and f"{settings.kv_memory_bytes}B",
-        **{format_field(axis.name): getattr(point, axis.name) for axis in HOW if axis.one},
+        **{format_field(name): value for name, value in shared.items()},
         "--device": device,
     }
 
@@ -290,14 +297,15 @@ def format_resume_command(folder: Path, records: Iterable[Record]) -> str:
 
 
 def check_resumed(folder: Path, now: Mapping[str, object]) -> str:
-    """Return the differences from the settings of the folder's last job as a sentence; empty without differences.
+    """Return the differences from the settings of the folder's jobs as a sentence; empty without differences.
 
     Raise OutputError if new points would not be comparable with the recorded ones: another pool, layout of the KV
     cache, dtype, checkpoint or device.
     """
-    job = _find_last_job(folder)
-    before = list_settings(job.points[0], job.settings, job.device) if job else {}
-    differ = {name: (old, now[name]) for name, old in before.items() if old != now[name]}
+    before: dict[str, object] = {}
+    for job in _iter_jobs(folder):
+        before = list_settings(job.points, job.settings, job.device) | before
+    differ = {name: (old, now[name]) for name, old in before.items() if name in now and old != now[name]}
     differences = ", ".join(
         f"{name} was {_format_value(old)} and is {_format_value(new)}" for name, (old, new) in differ.items()
     )

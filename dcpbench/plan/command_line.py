@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dcpbench.points import redaction
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 HEADER = "--header"
 HIDDEN = "…"
@@ -57,6 +57,26 @@ def remove_options_with_words(argv: Sequence[str], options: set[str]) -> list[st
         if not dropped:
             kept.append(word)
     return kept
+
+
+def remove_settings(argv: Sequence[str], flags: Iterable[str]) -> list[str]:
+    """Return the arguments without some settings, named as by `format_flag`: `--exchange`, or the key `--page-size interleave`."""
+    words = list(argv)
+    for option, _, key in (flag.partition(" ") for flag in flags):
+        if not key:
+            words = remove_options(words, [option])
+            continue
+        kept, left = [], iter(words)
+        for word in left:
+            name, has_value, value = word.partition("=")
+            if name != option:
+                kept.append(word)
+                continue
+            items = (value if has_value else next(left, "")).split(",")
+            rest = ",".join(item for item in items if item.partition("=")[0] != key)
+            kept += [option, rest] if rest else []
+        words = kept
+    return words
 
 
 def get_typed_command() -> str:

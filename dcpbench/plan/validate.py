@@ -21,8 +21,9 @@ from dcpbench.errors import (
 )
 from dcpbench.models.shapes import NOPE, ROPE, VALUE
 from dcpbench.models.weight_formats import FORMATS, INT4, INT4_GROUPS
-from dcpbench.plan.command_line import format_updated_command, update_command
+from dcpbench.plan.command_line import format_updated_command, remove_settings, update_command
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit, find_split_block
+from dcpbench.plan.used_options import get_idle_fields
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.budget import (
@@ -336,7 +337,8 @@ def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[
     given |= {"--ep": point.ep} if point.ep != place_experts(MOE_TP, point.tp) else {}
     gpu = machine.probe.gpu  # set in a plan for another machine
     given |= {"--dry-run": "", "--gpu": f"{gpu.name},count={machine.probe.count}"} if gpu else {}
-    return update_command(machine.argv, _get_command(point, machine), given, ["--dp", "--ep"])
+    argv = remove_settings(machine.argv, map(format_flag, get_idle_fields(best.tp, best.dp, best.dcp)))
+    return update_command(argv, _get_command(point, machine), given, ["--dp", "--ep"])
 
 
 def _get_command(point: Point, machine: Machine) -> str:

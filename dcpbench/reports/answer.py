@@ -234,7 +234,8 @@ def describe_best(found: pd.DataFrame) -> str:
     single = launch_bands.has_single_launches(found)
     kind = f"Fastest layout {launch_bands.IN_ONE_LAUNCH}," if single else "Best layout"
     what = f"{kind} by output tok/s" + (" within the SLO" if judged else "")
-    answers = found["rest"].str.cat(found["label"]).where(found["clear"], "tie")
+    along = found.sort_values(findings.BEST_OF, kind="stable")
+    answers = along["rest"].str.cat(along["label"]).where(along["clear"], "tie")
     changes = int((answers != answers.shift()).sum())  # from one load to the next
     if found["rest"].nunique() > MAX_SHAPES or changes > MAX_CLAUSES:
         return f"{what}: of {format_count(len(found), 'load')}, {count_winners(found)}."
@@ -380,7 +381,7 @@ def _format_paying_loads(rows: pd.DataFrame) -> str:
     fastest = paying.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates(
         ["same_load", *findings.BEST_OF]
     )
-    fastest = fastest.sort_values(["gpus", "concurrency"], kind="stable")
+    fastest = fastest.sort_values([*findings.BEST_OF, "concurrency"], kind="stable")
     clauses = []
     tried = sorted(set(rows["concurrency"]))
     keyed = []

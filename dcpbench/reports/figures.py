@@ -18,6 +18,7 @@ import pandas as pd
 
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, REPLAY
+from dcpbench.points.point import AXES
 from dcpbench.records.metrics import METRIC, PERCENTILES
 from dcpbench.records.record import SERVER_FLAG
 from dcpbench.records.stats import find_lasting_start
@@ -46,7 +47,7 @@ from dcpbench.show.numbers import format_integer, format_number
 from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -358,18 +359,20 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
 
 
 def _separate_conditions(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows with precision and drafts as part of their request length if a layout ran a load with several.
+    """Return the rows with precision, drafts and emulated machine as part of their request length if a layout ran a load with several.
 
     Layouts are compared under equal conditions, so that each condition has a panel.
     """
     if not rows.duplicated(["model", "run", "rest", "who", "concurrency"]).any():
         return rows
-    several = [name for name in ("precision", "mtp") if len(set(rows[name])) > 1]
-    texts = [
-        load_labels.SEPARATOR.join(f"mtp{value}" if name == "mtp" else value for name, value in row.items())
-        for row in rows[several].to_dict("records")
+    conditions: dict[Hashable, Callable[[Any], str]] = {"precision": str}
+    conditions |= {axis.name: axis.format_value for axis in AXES if axis.name in ("mtp", "acceptance", "emulate")}
+    several = [name for name in conditions if len(set(rows[name])) > 1]
+    parts = [
+        [str(row.pop("rest")), *(conditions[name](value) for name, value in row.items())]
+        for row in rows[["rest", *several]].to_dict("records")
     ]
-    rest = [f"{own}{load_labels.SEPARATOR}{text}" for own, text in zip(rows["rest"], texts, strict=True)]
+    rest = [load_labels.SEPARATOR.join(filter(None, own)) for own in parts]
     return rows.assign(rest=rest, rest_parts=pd.Series([(text,) for text in rest], rows.index))
 
 

@@ -71,7 +71,8 @@ class CaseFile:
         cases: dict[tuple[Case, bool], StoredCase] = {}
         if stored == source:
             cases = {one.key: one for line in lines[1:] if (one := _decode_line(line, StoredCase)) is not None}
-            print_stderr(f"{path}: {format_count(len(cases), 'case')} of an earlier measurement are taken over.")
+            verb = "is" if len(cases) == 1 else "are"
+            print_stderr(f"{path}: {format_count(len(cases), 'case')} of an earlier measurement {verb} taken over.")
         elif lines:
             why = "their server cannot be read" if stored is None else _format_differences(stored, source)
             print_stderr(f"{path}: the stored cases are measured again: {why}.")

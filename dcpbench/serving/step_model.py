@@ -505,9 +505,10 @@ class StepModel:
             row_multiple: See `unaligned`.
         """
         self.graph_batches = graph_batches
-        self.least_rows: dict[int, int] = {}  # fewest measured decode rows that are padded to a size of `graph_batches`
-        for rows in sorted((w.decodes for w, _ in cases if w.decodes and not w.tokens), reverse=True):
-            self.least_rows[pad_to_size(rows, graph_batches or ())] = rows
+        self.row_ranges: dict[int, tuple[int, int]] = {}  # by graph size: the fewest and the most measured rows
+        for rows in sorted(w.decodes for w, _ in cases if w.decodes and not w.tokens):
+            size = pad_to_size(rows, graph_batches or ())
+            self.row_ranges[size] = (self.row_ranges.get(size, (rows, rows))[0], rows)
         cases, gather, uneven, unaligned = (
             [(self._pad(w), ms) for w, ms in group] for group in (cases, gather, uneven, unaligned)
         )
@@ -560,12 +561,14 @@ class StepModel:
         """Return the batch with the decode rows by which its time is looked up.
 
         Steps with chunks of another engine run no graphs. Its decodes alone are padded, and padding rows need fewer experts than
-        others: between the fewest and the most measured rows of one padded size, times are interpolated.
+        others: between the fewest and the most measured rows of one padded size, times are interpolated. Fewer and more rows of that
+        size take as long as these.
         """
         if self.graph_batches is None or batch.tokens:
             return batch if self.graph_batches is None else batch._replace(rows=batch.decodes)
         size = pad_to_size(batch.decodes, self.graph_batches)
-        return batch._replace(rows=max(batch.decodes, self.least_rows.get(size, size)))
+        fewest, most = self.row_ranges.get(size, (size, size))
+        return batch._replace(rows=min(max(batch.decodes, fewest), most))
 
     def _predict_with_chunks(self, works: Sequence[ReplicaBatch]) -> float:
         """Return the time of a step with chunks, at least that of the fastest measured one: less would be noise, as of

@@ -100,7 +100,7 @@ def run_without_gpu(
             f"{make_printable(job.name)} ended with exit code {answer.code}; what it did before is known, the rest is not.\n"
         )
         answer.report.traces[0].coverage.complete = False
-    else:
+    elif gate.step_range is not None and not any(trace.steps for trace in answer.report.traces):
         mark_unmatched_steps(answer.report, gate)
     if baseline is None:
         verdict = finish_report(answer.report, gate, out)

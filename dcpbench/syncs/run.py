@@ -289,9 +289,7 @@ def scan_recordings(folder: Path, gate: Gate) -> Report:
 
 
 def mark_unmatched_steps(report: Report, gate: Gate) -> None:
-    """Make the report incomplete if --step-range is given and matches no range of the program."""
-    if gate.step_range is None or any(trace.steps for trace in report.traces):
-        return
+    """Make the report incomplete, as --step-range matches no range of the program."""
     for trace in (trace for trace in report.traces if not trace.front_end):
         trace.coverage.complete = False
         advice = "name one that is there, or leave it out"

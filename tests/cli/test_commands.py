@@ -209,6 +209,24 @@ def test_dry_run_without_possible_points_prints_each_reason_once(call) -> None:
     assert (code, err.count("--tp 16 needs 16 GPUs")) == (3, 1)
 
 
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ("--exchange a2a --seconds 5", " --seconds 5"),
+        ("--page-size rows=64,interleave=16", " --page-size rows=64"),
+        ("--page-size=interleave=16", ""),
+        ("--collectives all-reduce=symm,q-replicate=yes", ""),
+    ],
+)
+def test_suggested_smaller_layout_has_no_options_that_it_does_not_use(call, options: str, kept: str) -> None:
+    """One GPU has neither exchanges nor all-reduces, so that the suggestion would be refused with their options."""
+    _, out, _ = call(*f"sweep --tp 8 --dcp 8 --dry-run --gpu H200,count=1 {options}".split())
+    instead = f"sweep --model deepseek-v3 --tp 1 --dcp 1 --dry-run --gpu H200,count=1{kept}"
+    assert f"Type instead: dcpbench {instead} (or" in out
+    code, _, err = call(*instead.split())
+    assert code == 0, err
+
+
 def test_dry_run_with_json_prints_one_list(call) -> None:
     code, out, _ = call("sweep", "--tp", "4,8", "--concurrency", "8", "--dry-run", "--json", machine=GPUS)
     rows = json.loads(out)

@@ -185,11 +185,12 @@ def test_option_that_no_layout_uses_is_refused(line: str, unused: str, capsys: p
     [
         "sweep --tp 4 --dcp 1,2 --exchange a2a --page-size rows=8,interleave=4 --dry-run",
         "sweep --tp 2 --dp 2 --collectives all-reduce=symm --dry-run",
+        "submit slurm --dry-run --dcpbench dcpbench -- sweep --model /absent/model --tp 2 --dp 2 --dcp 1 --collectives all-reduce=symm",
         "server --engine vllm --model m --tp 2 --dcp 1,2 --exchange a2a --dry-run",
     ],
 )
 def test_option_that_one_layout_uses_is_accepted(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second layout of the second command is its baseline, tp2 without dp."""
+    """The second layout of the second and third command is its baseline, tp2 without dp."""
     assert typed(*line.split()) == 0, capsys.readouterr().err
 
 

@@ -568,6 +568,15 @@ def test_slow_numbers_of_tokens_are_reported() -> None:
     assert not engine_replay.describe_slow_rows(measure_exactly([make_point()], ENGINE))
 
 
+def test_step_times_hold_for_all_rows_of_a_measured_graph() -> None:
+    """The graph of 32 rows is measured with 24 requests, so that replays of 25 to 32 requests are known, and of 33 are not."""
+    model = measure_exactly([make_point(24, requests=128)], GRAPHS).model
+    of_graph = [model.predict_step_ms([ReplicaBatch.from_requests(rows, 24_000, [])]) for rows in (24, 25, 32)]
+    assert of_graph == pytest.approx([compute_true_case_ms(Case(decodes=(Decodes(24, 1000),)), GRAPHS)] * 3, rel=1e-3)
+    with pytest.raises(UsageError, match="no step time is known for 33 decode rows"):
+        model.predict_step_ms([ReplicaBatch.from_requests(33, 24_000, [])])
+
+
 SOURCE = CaseSource(
     path=get_engine_path(make_point()),
     engine=ENGINE,
@@ -651,11 +660,14 @@ class TestStoredCases:
         assert notes[-1] == "step times: 3 of 3 cases (2 taken over), 1 × 48 tokens at 0"
         assert "2 cases of an earlier measurement are taken over" in capsys.readouterr().err
 
-    def test_incomplete_case_is_measured_again(self, interrupted: list[Case], tmp_path: Path) -> None:
+    def test_incomplete_case_is_measured_again(
+        self, interrupted: list[Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """A kill leaves a part of the last line, which a complete one replaces."""
         file = tmp_path / "x.cases.jsonl"
         file.write_bytes(file.read_bytes()[:-40])
         asyncio.run(make_cases(tmp_path).measure(SIZES))
+        assert "1 case of an earlier measurement is taken over" in capsys.readouterr().err
         assert interrupted == [*SIZES, *SIZES[1:]]
         assert list(make_cases(tmp_path).file.cases) == [(case, True) for case in SIZES]
 

@@ -20,10 +20,10 @@ from dcpbench.records.folder import CHECKS_FILE, FAILED_FILE, LOCK_FILE, RECORDS
 from dcpbench.records.record import Record
 from tests.unit import serve_record_builder
 
-POINT = Point(model="tiny", tp=2, concurrency=2, context=100, backend="triton", dtype="fp32", page_size=64)
+POINT = Point(model="tiny", tp=2, dcp=2, concurrency=2, context=100, backend="triton", dtype="fp32", page_size=64)
 RECORD = Record(point=POINT, outcome="ok")
 SETTINGS = Settings(kv_memory_bytes=1 << 30)
-NOW = folders.list_settings(POINT, SETTINGS, "cpu")
+NOW = folders.list_settings([POINT], SETTINGS, "cpu")
 
 
 def write_job(folder: Path, tag: str, settings: Settings = SETTINGS, point: Point = POINT, command: str = "") -> None:
@@ -178,7 +178,7 @@ class TestResume:
     def test_resume_with_another_time_limit_is_reported_and_accepted(self, tmp_path: Path) -> None:
         """The precision of a median may differ between the points of a run: each record has it."""
         write_job(tmp_path, "tp2-0")
-        now = folders.list_settings(POINT, msgspec.structs.replace(SETTINGS, seconds=3, profile=False), "cpu")
+        now = folders.list_settings([POINT], msgspec.structs.replace(SETTINGS, seconds=3, profile=False), "cpu")
         message = folders.check_resumed(tmp_path, now)
         assert "--seconds was 10 and is 3, --profile was on and is off" in message
         assert "\n" not in message
@@ -203,6 +203,17 @@ class TestResume:
         with pytest.raises(OutputError, match="give the value of that run, or another folder with -o") as caught:
             folders.check_resumed(tmp_path, NOW | changed)
         assert words in str(caught.value)
+
+    def test_setting_is_compared_with_points_that_use_it(self, tmp_path: Path) -> None:
+        """A point without DCP has interleave 1 whatever the option is."""
+        striped, alone = (msgspec.structs.replace(POINT, **of) for of in ({"interleave": 4}, {"dcp": 1}))
+        write_job(tmp_path, "tp2-0", point=striped)
+        now = folders.list_settings([alone, striped], SETTINGS, "cpu")
+        assert folders.check_resumed(tmp_path, now) == ""
+        write_job(tmp_path, "tp2-1", point=alone)
+        assert folders.check_resumed(tmp_path, now) == ""
+        with pytest.raises(OutputError, match="--page-size interleave was 4 and is 1"):
+            folders.check_resumed(tmp_path, NOW)
 
     def test_resume_with_another_command_is_refused_with_the_command_to_type(self, tmp_path: Path) -> None:
         """Differing options of two commands would be a misleading error."""

@@ -365,7 +365,7 @@ class TestTables:
     def test_settings_of_a_run_contain_fields_with_one_value_for_all(self, name: str) -> None:
         """A run with another value cannot be resumed."""
         point = build.point(DCP)
-        now = [list_settings(p, Settings(), "cuda") for p in (point, changed(point, name))]
+        now = [list_settings([p], Settings(), "cuda") for p in (point, changed(point, name))]
         assert {option for option in now[0] if now[0][option] != now[1][option]} == {format_field(name)}
 
 

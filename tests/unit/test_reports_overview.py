@@ -592,6 +592,23 @@ def test_loads_without_a_gain_interrupt_a_range_of_loads(tmp_path: Path) -> None
     assert "tp4·dcp4 at 8 (1.25× tp4·dp4·ep4), tp4·dcp4 at 32–48 (1.25× tp4·dp4·ep4)" in gain
 
 
+def test_loads_are_joined_for_each_number_of_drafts(tmp_path: Path) -> None:
+    drafts: list[dict[str, Any]] = [{}, {"mtp": 1, "acceptance": "0.8"}]
+    found = [steps(*of, **more) for n in (8, 16) for more in drafts for of in ((TP, n, 50), (DCP, n, 40))]
+    gain = answer.describe_dcp_gain(read(tmp_path, *found).findings.against_best)
+    with_drafts = "(mtp1, acceptance 0.8)"
+    assert f"tp4·dcp4 at 8–16 (1.25× tp4), tp4·dcp4 {with_drafts} at 8–16 (1.25× tp4 {with_drafts})." in gain
+
+
+def test_sentence_on_best_layouts_follows_the_loads_of_each_number_of_gpus(tmp_path: Path) -> None:
+    """The best layout never changes along the loads, on 2 nor on 4 GPUs."""
+    layouts = ((Layout(2), 50), (Layout(2, 1, 2), 40), (TP, 30), (DCP, 20))
+    report = read(tmp_path, *(steps(layout, n, ms) for n in (8, 16, 24, 32, 48) for layout, ms in layouts))
+    text = answer.describe_best(report.findings.best)
+    assert "on 2 GPUs: tp2·dcp2 at 8–48 (1.25× the next)" in text
+    assert "on 4 GPUs: tp4·dcp4 at 8–48 (1.50× the next)" in text
+
+
 def test_sentence_names_its_model_if_others_have_nothing_to_compare(tmp_path: Path) -> None:
     alone = steps(TP, 8, 40, model="deepseek-v3")
     text = get_answer(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 30), alone)

@@ -185,6 +185,13 @@ class TestBaseline:
             report = build.report(build.site(count_per_step=max(phases.values()), count_per_phase=phases))
             assert judge(report, baseline=known).exit_code == code
 
+    def test_line_without_phases_is_not_left_out_of_their_sum(self) -> None:
+        """The second line is of a trace without phases, and waits 50 times per step instead of 5."""
+        marked = build.site(line=1, count_per_phase={"decode": 1.0, "prefill": 0.0})
+        known = make_baseline(build.report(marked, build.site(line=2, count_per_step=5.0)))
+        (finding,) = judge(build.report(marked, build.site(line=2, count_per_step=50.0)), baseline=known).findings
+        assert finding.message.endswith("51 per step here, 6 in the baseline")
+
     def test_baseline_sums_lines_that_share_a_fingerprint(self) -> None:
         """Moved or split lines are no new site: the baseline has 1 + 1 per step, and the report 0.5 + 1.5; a third line
         exceeds it.

@@ -43,6 +43,14 @@ class TestReport:
         assert verdict.exit_code == 3
         assert f"{tmp_path}/pid1.json has no range that matches --step-range '^prefill'" in verdict.reasons[0]
 
+    def test_other_steps_do_not_stand_for_the_range(self, tmp_path: Path) -> None:
+        trace = Trace().work()
+        for step in range(3):
+            trace.range(f"ProfilerStep#{step}", step * 1000, step * 1000 + 900)
+        (tmp_path / "pid1.json").write_text(trace.text())
+        gate = Gate(root=tmp_path, step_range="^prefill", max_per_step=3)
+        assert compute_verdict(runs.scan_recordings(tmp_path, gate), gate).exit_code == 3
+
     def test_traces_of_a_missing_folder_are_shown_by_name(self) -> None:
         example = Example(trace="/gone/a.json")
         site = Site(fingerprint="f", rule="SYNC001", kind="k", example=example, traces=["/gone/a.json"])

@@ -91,9 +91,11 @@ def build_entry(sites: Sequence[Site]) -> Entry:
 
 
 def _add_phases(sites: Iterable[Site]) -> dict[str, float]:
+    """Return the counts of each phase; none if a site has steps of unknown phases."""
+    counted = [site.count_per_phase for site in sites if site.count_per_step is not None]
     totals: dict[str, float] = {}
-    for site in sites:
-        for phase, count in site.count_per_phase.items():
+    for counts in counted if all(counted) else ():
+        for phase, count in counts.items():
             totals[phase] = totals.get(phase, 0.0) + count
     return {phase: round(count, DIGITS) for phase, count in sorted(totals.items())}
 
