@@ -44,9 +44,7 @@ def format_recommendation(rows: pd.DataFrame, models: int) -> str:
     machines = [own for _, own in rows.groupby([rows["device"].map(str), "gpus"], sort=False)]
     clauses = [f"{format_conditions(own)}{format_advice(own, models)}" for own in machines[:MAX_RULES]]
     more = len(machines) - len(clauses)
-    return (
-        f"{'. '.join(map(format_capitalized, clauses))}{f'. {more:,} more numbers of GPUs are below' if more > 0 else ''}."
-    )
+    return f"{'. '.join(map(format_capitalized, clauses))}{f'. {more:,} more numbers of GPUs are below' if more > 0 else ''}."
 
 
 def format_conditions(rows: pd.DataFrame) -> str:
