@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import CLOSED, UNKNOWN
-from dcpbench.recommend.layout_choice import OTHER, TOO_MANY, compute_price, compute_tok_s_per_gpu
+from dcpbench.recommend.layout_choice import MAX_TIE, OTHER, TOO_MANY, compute_price, compute_tok_s_per_gpu
 from dcpbench.show import numbers
 from dcpbench.show.numbers import ABSENT, format_number
 from dcpbench.show.text import format_list
@@ -42,8 +42,8 @@ DROPPED_FIRST = ("weights\nGiB/GPU", "experts", "KV tokens", "tok/s\nper GPU", "
 """Columns that a narrow terminal leaves out, in this order."""
 LEGEND = (
     f"{RECOMMENDED.strip()} recommended, {LEVEL.strip()} not clearly behind the fastest. Among these, the layout with the most KV capacity is "
-    "recommended; capacity beyond twice the load does not count. Most errors are common to all layouts, so the difference between two layouts is "
-    "more certain than their bands suggest. Output in tok/s is an average over the load, with prefills; ITL is the median gap between two tokens of a "
+    f"recommended if its output is at most {round(MAX_TIE * 100)} % lower; capacity beyond twice the load does not count. Most errors are common "
+    "to all layouts, so the difference between two layouts is more certain than their bands suggest. Output in tok/s is an average over the load, with prefills; ITL is the median gap between two tokens of a "
     "request, and 0 if most tokens arrive together with others (--mtp). KV requests: requests of the longest length that fit at once, in whole pages; the last token of an "
     "answer needs no KV. dpN: N attention replicas inside tp, each of tp / N GPUs. The evidence column names every engine except dcpbench's own."
 )

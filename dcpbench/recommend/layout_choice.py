@@ -25,6 +25,7 @@ LACKS_MEMORY = "too little memory"  # the KV pool is too small for the load
 TOO_MANY = "too many"  # more requests than a step takes
 OTHER = "other"  # the planner of `sweep` refuses the layout, or nothing is known about its steps
 AMPLE_HEADROOM = 2.0  # requests that fit over those in flight: more than that breaks no tie
+MAX_TIE = 0.05  # share of the fastest layout's output that capacity may cost; beyond it, a measurement has to decide
 MIN_MORE_HEADROOM = 1.05  # ratio of the headrooms of two layouts below which they count as equal
 
 
@@ -89,10 +90,15 @@ class Choice:
 
     @property
     def tied(self) -> list[Forecast]:
-        """Return those of `level` of which none has less KV headroom than another, fastest first."""
-        headrooms = [self._compute_headroom(f) for f in self.level]
+        """Return the layouts between which the choice is open, fastest first.
+
+        They are those of `level` of which none has less KV headroom than another, and the fastest one if they are far behind it.
+        """
+        level = self.level
+        headrooms = [self._compute_headroom(f) for f in level]
         least = max(headrooms, default=0.0) / MIN_MORE_HEADROOM
-        return [f for f, headroom in zip(self.level, headrooms, strict=True) if headroom >= least]
+        tied = [f for f, headroom in zip(level, headrooms, strict=True) if headroom >= least]
+        return [level[0], *tied] if tied and is_far_behind(tied[0], level[0]) else tied
 
     @property
     def ranked(self) -> list[Forecast]:
@@ -140,6 +146,11 @@ class Choice:
 def compute_tok_s_per_gpu(of: Forecast) -> float:
     """Return output tok/s per GPU, by which layouts of different size are compared."""
     return of.tok_s / of.point.gpus
+
+
+def is_far_behind(a: Forecast, b: Forecast) -> bool:
+    """Return True if a has less output per GPU than b by more than MAX_TIE."""
+    return compute_tok_s_per_gpu(a) < (1 - MAX_TIE) * compute_tok_s_per_gpu(b)
 
 
 def compute_margin(a: Forecast, b: Forecast) -> float:

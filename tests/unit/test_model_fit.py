@@ -86,8 +86,8 @@ class TestRecommend:
         code, (first, *_) = run(capsys, command)
         assert code == 3
         assert first.startswith(
-            f"No layout of deepseek-v3 on 4 × H200 can be recommended, as the {NO_FIT}: tp4: its weights take 157.8 GiB "
-            "and its KV 1.1 GiB of each GPU, 27.0 GiB more than the 131.8 GiB for both"
+            f"No layout of deepseek-v3 on 4 × H200 can be recommended, as the {NO_FIT}: tp4·dcp4: its weights take 157.8 GiB "
+            "and its KV 0.3 GiB of each GPU, 26.2 GiB more than the 131.8 GiB for both"
         )
 
     def test_first_sentence_has_the_held_layers_with_cycled(self, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1429,6 +1429,19 @@ def test_kv_headroom_breaks_ties(held: tuple[int, ...], order: list[str], answer
     assert command.startswith("To decide, run on 4 × H200: dcpbench ab --both ") != found.decided
 
 
+@pytest.mark.parametrize(
+    ("rate", "answer"),
+    [(388.0, "take tp4, which is level with tp2"), (360.0, "tp2 or tp4, between which only a measurement decides")],
+)
+def test_more_kv_capacity_is_not_worth_a_large_share_of_output(rate: float, answer: str) -> None:
+    """tp4 holds more and has 3 or 10 % less output per GPU, with an error of 24 %."""
+    forecasts = [forecast(200.0, tp=2), forecast(rate, tp=4, comm={"all-reduce": 0.2})]
+    capacities = {f.label: capacity(n) for f, n in zip(forecasts, (9, 15), strict=True)}
+    found = dataclasses.replace(choice(200), forecasts=forecasts, capacities=capacities)
+    assert answer in answer_formats.format_answer(make_query("H200"), [found])
+    assert [f.label for f in found.ranked] == (["tp4", "tp2"] if found.decided else ["tp2", "tp4"])
+
+
 def test_kv_capacity_below_the_load_is_shown_in_the_table() -> None:
     found = dataclasses.replace(choice(200), capacities={"tp2": capacity(5)})
     assert format_rows(make_query("H200"), found)[0]["fits"] == "5 of 8 at once"

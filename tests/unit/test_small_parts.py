@@ -15,7 +15,6 @@ from dcpbench.points.cluster_specs import LINKS
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.sizes import format_size
 from dcpbench.recommend.score import Load, Score
-from dcpbench.reports.page import points as page_points
 from dcpbench.servers import load
 from dcpbench.serving.step_cases import Extent
 from dcpbench.serving.step_times import Case, Chunks, Decodes
@@ -129,13 +128,6 @@ class TestDefaults:
         point = next(c.point for c in grid.expand_grid(sweep, GPU) if (c.point.dp, c.point.dcp) == (dp, dcp))
         found = grid._make_baseline(point)
         assert (found.dp, found.dcp, found.exchange) == (*baseline, "none")
-
-
-def test_name_on_the_page_has_at_most_200_characters() -> None:
-    """A longer name is cut and marked."""
-    assert page_points._fit_cell("x" * 200) == "x" * 200
-    assert "x" * 201 not in page_points._fit_cell("x" * 201)
-    assert "…" in page_points._fit_cell("x" * 201)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("5 2500000000 7", 2.5), ("x y z", None), ("5", None)])
