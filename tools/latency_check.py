@@ -200,7 +200,7 @@ def compute_coverage(kind: Kind, metric: Metric, arrival: str, cases: Sequence[C
 def format_table(cases: list[Case]) -> list[str]:
     """Format the bands and their coverage as a Markdown table."""
     lines = [
-        "| forecast | arrivals | p50 of | cases, machines | measured / forecast | band | left-out cases inside | without a number |",
+        "| forecast | arrivals | p50 of | cases, machines | measured / forecast | band | left-out cases inside | without estimate |",
         "|---|---|---|--:|--:|--:|--:|--:|",
     ]
     for kind in (ESTIMATED, EMULATED, TOGETHER):
@@ -220,7 +220,7 @@ def format_table(cases: list[Case]) -> list[str]:
     return [
         *lines,
         "",
-        f"Estimates have an ITL p50 if less than {max_share:.0%} of gaps contain a step with prompts; else the",
+        f"ITL p50 is estimated if less than {max_share:.0%} of gaps contain a step with prompts; else the",
     ]
 
 

@@ -169,7 +169,7 @@ def _make_point(entry: Entry, layout: Layout, concurrency: int) -> Point:
 
 def format_table(entries: Sequence[Entry]) -> Iterator[str]:
     """Yield the lines of a Markdown table; figures of one source, machine and kind share a row, in the same order in all columns."""
-    yield "| source | model, 8 × | loads | published | forecast | misses by |"
+    yield "| source | model, 8 × | loads | published | forecast | error, × |"
     yield "|---|---|---|---|---|---|"
     for (source, url, model, machine, _), group in itertools.groupby(entries, key=_make_group_key):
         row = list(group)

@@ -47,7 +47,7 @@ ENTRIES = (
     Entry(
         "compare",
         READ,
-        "Compare each point of two sides, A and B: B is FASTER, SLOWER, the SAME or UNDECIDED.",
+        "Compare two sides, A and B, of one or more runs each: at each point B is FASTER, SLOWER, the SAME or UNDECIDED.",
     ),
     Entry(
         "report",

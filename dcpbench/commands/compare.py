@@ -90,7 +90,7 @@ def compare(
     judged: JudgementOptions,
     shown: OutputOptions,
 ) -> int:
-    """Compare each point of two sides, A and B: B is FASTER, SLOWER, the SAME or UNDECIDED.
+    """Compare two sides, A and B, of one or more runs each: at each point B is FASTER, SLOWER, the SAME or UNDECIDED.
 
     A side is a folder with at least 4 launches: with fewer the variation between launches is unknown, and times stay
     UNDECIDED. `dcpbench ab` runs launches of both sides in turn. Exit codes: 0 success · 1 a rule of --fail-on fails · 2 options

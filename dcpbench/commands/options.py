@@ -41,7 +41,7 @@ WEIGHTS = LOAD(
 )
 REPEATS = MEASURE("Number of times that every point is measured. Default: 1.", metavar="N")
 BASELINE = MEASURE(
-    "Also measure the baseline of each layout under the same load: the same layout with dcp 1, or plain tp for dp without dcp. Default: yes."
+    "Also measure the baseline of each layout under the same load: the same layout with dcp 1, or tp alone for a layout with dp and without dcp. Default: yes."
 )
 RESUME = OUTPUT("Continue the run in --output: measured points are skipped, failed points are retried.", default=False)
 FORCE = OUTPUT("Start over in a folder that already holds records.", default=False)
@@ -75,21 +75,21 @@ class LayerOptions(Group):
 
     backend: str | None = HOW(
         "Attention kernel: triton, flashinfer, flashmla (Hopper GPUs, pages of 64), reference (on GPUs only for verify), "
-        "or auto: each point takes the fastest. Default: triton on Hopper GPUs, for an fp8 KV cache and with --mtp; otherwise flashinfer if it is installed, else triton; reference on the CPU.",
+        "or auto: the fastest one at each point. Default on GPUs: triton on Hopper, with an fp8 KV cache or with --mtp; otherwise flashinfer if it is installed, else triton. Default on the CPU: reference.",
         metavar="NAME,…",
     )
     exchange: str | None = HOW(
         "How partial attention outputs are merged over dcp ranks: ag_rs, a2a, symm (symmetric memory, inside one machine), "
-        "ag_rs_registered (ag_rs in memory that NCCL has registered), or auto: each point takes the fastest. Default: ag_rs.",
+        "ag_rs_registered (ag_rs in memory that NCCL has registered), or auto: the fastest one at each point. Default: ag_rs.",
         metavar="NAME,…",
     )
     collectives: Collectives | None = make_structured(HOW, Collectives)
     weights_dtype: str | None = HOW(
-        "Data type of the weights of linear layers and experts: bf16, or fp8 (e4m3 with a scale for each block of 128 × 128, as DeepSeek-V3 and Kimi-K2 are published). int4 runs for models of which only the experts are published in int4 (Kimi-K2.6); other int4, nvfp4 and mxfp4 only with --dry-run; fp16 and fp32 on GPUs only for verify. Default on GPUs: as the model is published; on the CPU: as --kv-dtype, else fp32.",
+        "Data type of the weights of linear layers and experts: bf16, or fp8 (e4m3 with a scale for each block of 128 × 128, as DeepSeek-V3 and Kimi-K2 are published). int4 runs only for models that are published with only the experts in int4 (Kimi-K2.6). Other int4 models, nvfp4 and mxfp4 are accepted only with --dry-run. On GPUs, only verify accepts fp16 and fp32. Default on GPUs: as the model is published; on the CPU: as --kv-dtype if it is given and not fp8, else fp32.",
         metavar="NAME,…",
     )
     kv_dtype: str | None = HOW(
-        "Data type of the KV cache: bf16, or fp8 (e4m3, vLLM's --kv-cache-dtype fp8); fp16 and fp32 on GPUs only for verify. Default: as --weights-dtype if that is not fp8; else bf16 on GPUs, fp32 on the CPU.",
+        "Data type of the KV cache: bf16, or fp8 (e4m3, vLLM's --kv-cache-dtype fp8). On GPUs, only verify accepts fp16 and fp32. Default: as --weights-dtype if it is bf16, fp16 or fp32; else bf16 on GPUs, fp32 on the CPU.",
         metavar="NAME,…",
     )
     routing: str | None = HOW(
@@ -101,7 +101,7 @@ class LayerOptions(Group):
 
 EMULATE = HOW(
     "Forecast layouts of any size: run one rank's work on one GPU and model its communication. MACHINE is a GPU "
-    "of `dcpbench machines`, with +LINK for several hosts (H200+rdma-400), or a file of `dcpbench bench calibrate`. Records mark these points as forecasts.",
+    "of `dcpbench machines`, with +LINK for several hosts (H200+rdma-400), or a file written by `dcpbench bench calibrate`. Records mark these points as forecasts.",
     metavar="MACHINE,…",
 )
 
@@ -125,7 +125,7 @@ class Run(Group):
     resume: bool = RESUME
     force: bool = FORCE
     dry_run: bool = OUTPUT(
-        "Only print the points with their memory per GPU, and the points that cannot run with the reason. With --gpu, for another machine.",
+        "Only print the points with their memory per GPU, and the points that cannot run with the reason. --gpu plans for another machine.",
         default=False,
     )
     as_json: bool = JSON

@@ -41,7 +41,7 @@ class QueryOptions(Group):
         metavar="NAME",
     )
     machine: str | None = opt.MACHINES(
-        "A GPU of `dcpbench machines`, with +LINK for several hosts (H200+rdma-400), or a file of `dcpbench bench calibrate`. "
+        "A GPU of `dcpbench machines`, with +LINK for several hosts (H200+rdma-400), or a file written by `dcpbench bench calibrate`. "
         "Default: this machine's GPUs.",
         "--machine",
         "--gpu",
@@ -310,7 +310,7 @@ def _find_local_gpu() -> tuple[str, int]:
             return gpu.name, probe.count
     raise UsageError(
         "recommend needs a machine, and this one has no known GPU; add --machine H200, another name of `dcpbench machines`, "
-        "or a file of `dcpbench bench calibrate`."
+        "or a file written by `dcpbench bench calibrate`."
     )
 
 

@@ -52,7 +52,7 @@ class Scheduler(Group):
         about="Pipeline stages and prefill context parallelism, with --mode replay and with --step-times measured without stages. Values separated by / are separate points.",
     )
     kv_memory: str | None = SERVED(
-        "KV pool per GPU, such as 20GiB. If it is less than the requests in flight need, some of them wait or are preempted. Default: all memory that the weights leave. If the GPUs cannot hold all layers, each step runs the layers that fit several times, and the default is the KV cache of the requests in flight, as far as memory allows.",
+        "KV pool per GPU, such as 20GiB. If the requests in flight need more, some of them wait or are preempted. Default: all memory that the weights leave. If the GPUs cannot hold all layers, each step repeats those that fit, and the default is the KV cache of the requests in flight, limited by the memory.",
         metavar="SIZE",
     )
 
@@ -62,7 +62,7 @@ class LayerOptions(opt.LayerOptions):
 
     backend: str | None = opt.HOW(
         "Attention kernel of running requests: triton, flashinfer, flashmla (Hopper GPUs, pages of 64) or, on the CPU, "
-        "reference. Default: triton on Hopper GPUs, for an fp8 KV cache and with --mtp; otherwise flashinfer if it is installed, else triton; reference on the CPU.",
+        "reference. Default on GPUs: triton on Hopper, with an fp8 KV cache or with --mtp; otherwise flashinfer if it is installed, else triton. Default on the CPU: reference.",
         metavar="NAME,…",
     )
     exchange: str | None = opt.HOW(

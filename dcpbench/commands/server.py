@@ -42,8 +42,8 @@ class Layouts(opt.Layouts):
     )
     dcp: str | None = opt.LAYOUT(f"{opt.DCP_DEGREE} Default: 1.")
     ep: str | None = opt.EXPERTS(
-        f"{opt.EP_DEGREE} Default: the degree in the engine's own flags; without one, 1 with --dp for an engine named vllm or "
-        "sglang, else unknown."
+        f"{opt.EP_DEGREE} Default: 1 for vllm and sglang with --dp and without a flag for expert parallelism, "
+        "else unknown."
     )
     exchange: str | None = make_panel("Layouts (comma lists)")(
         "How partial attention outputs are merged over dcp ranks, in the engine's own names: ag_rs or a2a, with SGLang also fi_a2a. A server is started for each value. Default: the engine's default; unknown with --url.",
@@ -173,7 +173,7 @@ class Options(Group):
         metavar="JSON",
     )
     tokenizer: Path | None = CLIENT(
-        "Folder with the model's tokenizer.json, for servers that accept no token ids. Default: prompts are words, and the server counts their tokens.",
+        "Folder with the model's tokenizer.json, for servers that accept no token ids. Default: such servers get words as prompts and report their number of tokens.",
         metavar="FOLDER",
     )
     client: Client | None = make_structured(CLIENT, Client)

@@ -29,7 +29,7 @@ class Engines(Group):
     """Hold the options for another engine that is measured instead of dcpbench's own."""
 
     engine: str | None = ENGINE(
-        "Measure the decode steps of this engine, through its server, instead of dcpbench's own engine: vllm, sglang, or a .toml file with its command and flags (docs/servers.md). One server is started for each layout. --model is then one model: a folder, or a name that the engine knows. --tp is 1 by default.",
+        "Measure the decode steps of this engine, through its server, instead of dcpbench's own engine: vllm, sglang, or a .toml file with its command and flags (docs/servers.md). One server is started for each layout. --model then takes one model: a folder, or a name that the engine knows. The default of --tp is then 1.",
         metavar="NAME",
     )
     engine_args: str | None = ENGINE(
@@ -37,7 +37,7 @@ class Engines(Group):
         metavar="ARGS",
     )
     rates: Path | None = ENGINE(
-        "With --engine: folder of a run of dcpbench's own engine on this machine. From the memory bandwidth and FLOP/s that it measured, the report computes the minimum time of each step (its floor). Default: no floors.",
+        "With --engine: folder of a run of dcpbench's own engine on this machine. The report computes the minimum time of each step (its floor) from the memory bandwidth and FLOP/s measured in that run. Default: no floors.",
         metavar="RUN",
     )
     traces: Path | None = ENGINE(
@@ -53,7 +53,7 @@ class LayerOptions(opt.LayerOptions):
     mtp: Mtp | None = opt.MTP
     kv_memory: str | None = opt.HOW(
         "KV pool per GPU, such as 100GiB or 40GB. Default: all memory that the weights leave. If the GPUs "
-        "cannot hold all layers, each step runs the layers that fit several times, and the default is the KV cache of the layout's largest point.",
+        "cannot hold all layers, each step repeats those that fit, and the default is the KV cache of the layout's largest point.",
         metavar="SIZE",
     )
 
@@ -89,12 +89,12 @@ class MeasurementOptions(Group):
     """Hold the options for the duration, the repeats, the baseline and the profile."""
 
     seconds: float | None = opt.MEASURE(
-        "Time limit of one point's measurement; it stops earlier once the median is known within ±1 %. If that is not reached, the point is marked noisy. Default: 10.",
+        "Time limit of one point's measurement, which stops earlier once the median is known within ±1 %. A point that reaches the limit is marked noisy. Default: 10.",
         metavar="SECONDS",
     )
     repeats: int | None = opt.REPEATS
     baseline: bool | None = opt.MEASURE(
-        "Also measure the baseline of each layout under the same load: the same layout with dcp 1, or plain tp for dp without dcp. Default: yes. With --engine: only dcp 1 is added, and only if --dcp is not given."
+        "Also measure the baseline of each layout under the same load: the same layout with dcp 1, or tp alone for a layout with dp and without dcp. Default: yes. With --engine: only dcp 1 is added, and only if --dcp is not given."
     )
     profile: bool | None = opt.MEASURE(
         "Run a separate profiled pass for the phase breakdown and host synchronisations; it does not affect the timings. "
@@ -113,7 +113,7 @@ def sweep(
 ) -> int:
     """Measure decode steps, without prefill, over layouts and loads, then write a report.
 
-    Every combination of the comma lists is a point; points that cannot run are listed with the reason. One torchrun job for each --tp measures its points. If a point crashes or hangs, its record says so, and the other points are still measured.
+    Every combination of the comma lists is a point; points that cannot run are listed with the reason. One torchrun job measures all points with the same --tp. If a point crashes or hangs, its record says so, and the other points are still measured.
 
     With --engine, dcpbench starts a server of vLLM, SGLang or another engine and measures its decode steps at the same layouts,
     concurrencies and contexts. The server prefills all prompts of a point first; a step's time is the gap between two

@@ -131,7 +131,7 @@ class RecordingOptions(Group):
 def scan(traces: Traces, gate: Gate, report: Report) -> int:
     r"""Find every place in traces of torch.profiler, or exports of nsys, where the host waits for the GPU.
 
-    Without --baseline, --max-per-step and --max-bubble-us each site is a finding, except sites that are allowed, sites of the profiler, sites that occur only before or in the first step, and calls that need not wait. A call that found the GPU idle is also a finding: "0 of 1 waited" means that there was nothing to wait for this time.
+    Without --baseline, --max-per-step and --max-bubble-us each site is a finding, except sites that are allowed, sites of the profiler, sites that occur only before or in the first step, and calls that do not always block. A call that found the GPU idle is also a finding: "0 of 1 waited" means that there was nothing to wait for this time.
 
     The table \[tool.dcpbench.syncs] of pyproject.toml can hold defaults of these options and a list of allowed sites; a comment `# dcpbench: allow-sync(reason)` allows its line or function.
 
@@ -164,7 +164,7 @@ def kernels(
     ] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print all kernels of all traces as JSON.")] = False,
 ) -> int:
-    """Show the GPU time of an engine's steps by part of a layer and by kernel: attention, experts, projections, exchange, ….
+    """Divide the GPU time of an engine's steps among parts of a layer, such as attention, experts and exchange, and among kernels.
 
     Steps of decode, prefill and mixed batches are separate where the annotations of vLLM and SGLang tell them apart. The
     part follows from the kernel's name; kernels whose names match no pattern are shown as unknown.

@@ -61,11 +61,11 @@ class Load(Group):
         min=1,
     )
     concurrency: str | None = opt.LOAD(
-        "With --checkpoint: number of random prompts. Default: 4. With --engine or --url: batch sizes. Default: 1,2,8,33,64; with --url 1,8.",
+        "With --checkpoint: number of random prompts (default: 4). With --engine or --url: batch sizes (default: 1,2,8,33,64 with --engine; 1,8 with --url).",
         metavar="N",
     )
     context: str | None = opt.LOAD(
-        "Length of the longest request; the others are shorter, so that shards are uneven. Default: 37. With --url: lengths of prompts. Default: 64, 128, … up to 32,768, as far as the servers accept them. With --engine: lengths of prompts. Default: lengths at the edges of pages, of interleaving over dcp, of tiles and of prefill chunks, powers of two, 32k and 128k.",
+        "Length of the longest request; the others are shorter, so that shards are uneven (default: 37). With --url: lengths of prompts (default: 64, 128, … up to 32,768, as far as the servers accept them). With --engine: lengths of prompts. Default: lengths at the edges of pages, of interleaving over dcp, of tiles and of prefill chunks, powers of two, 32k and 128k.",
         metavar="TOKENS",
     )
 
@@ -74,8 +74,8 @@ class ServerOptions(Group):
     """Hold the options for servers that are compared instead of dcpbench's own engine."""
 
     engine: list[str] | None = SERVERS(
-        "Start servers of this engine, one for each layout of --tp, --dp and --dcp, and compare the greedy answers of each with "
-        "those of the first: vllm, sglang, or a .toml file with its command and flags (docs/servers.md). --model names the model to "
+        "Engine to compare: vllm, sglang, or a .toml file with its command and flags (docs/servers.md). One server is started for each "
+        "layout of --tp, --dp and --dcp, and its greedy answers are compared with those of the first server. --model names the model to "
         "serve. Given twice, both engines are compared, each in all layouts.",
         metavar="NAME",
     )
@@ -99,7 +99,7 @@ class ServerOptions(Group):
         min=1,
     )
     url: list[str] | None = SERVERS(
-        "Compare the greedy answers of two servers, A and B: give it twice. Each server is also compared with itself: when a prompt is sent again (prefix cache), and in a batch. Given once, the server is only compared with itself.",
+        "Address of a running server. If the option is given twice, the greedy answers of the two servers, A and B, are compared. Each server is also compared with itself: when a prompt is sent again (prefix cache), and in a batch. If it is given once, the server is only compared with itself.",
         metavar="URL",
     )
     num_prompts: int | None = SERVERS(
@@ -140,9 +140,9 @@ class Run(opt.Run):
 def verify(layouts: Layouts, load: Load, how: opt.LayerOptions, remote: ServerOptions, run: Run) -> int:
     """Check layouts, backends and exchanges against a slow fp64 reference on one rank.
 
-    Without --tp, --dp and --dcp the layouts are tp1, tp2, tp2·dcp2, tp4·dcp2, tp4·dcp4 and tp4·dp2·dcp2, as far as there are
-    GPUs. With --tp they are all valid layouts of that many ranks. The exit code is 1 if a check is wrong, and 4 if none is
-    wrong but some points could not be checked.
+    Without --tp, --dp and --dcp the layouts are tp1, tp2, tp2·dcp2, tp4·dcp2, tp4·dcp4 and tp4·dp2·dcp2, as far as the
+    GPUs suffice. With --tp all valid layouts of that many ranks are checked. The exit code is 1 if a check fails, and 4 if none
+    fails but some points could not be checked.
 
     With --url or --engine, the greedy answers of servers are compared instead. The exit code is 0 if the answers agree (for
     one server: if they repeat), 1 if they differ or a server fails at a request, and 3 if that could not be decided.

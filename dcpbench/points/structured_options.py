@@ -61,7 +61,7 @@ class Sessions(StructuredOption, frozen=True, kw_only=True):
         int | None,
         Key(
             "N",
-            "number of concurrent sub-agent requests after each turn except the last. Each adds as many tokens to the conversation as the key tokens sets; the next turn starts when all of them have been answered.",
+            "number of concurrent sub-agent requests after each turn except the last. Each adds as many tokens to the conversation as a turn does (key tokens); the next turn starts when all of them have been answered.",
             "0",
             "subagents",
         ),
@@ -337,7 +337,7 @@ class Timeout(StructuredOption, frozen=True, kw_only=True):
         Key(
             "S",
             "a point without progress for this long is treated as hung: stacks of all ranks are saved, its job is ended, and the "
-            "other points go on. Startup, build and warm-up are always allowed 300 s.",
+            "other points go on. The limit of startup, build and warm-up is at least 300 s each.",
             "300",
         ),
     ] = None
@@ -349,8 +349,8 @@ class Timeout(StructuredOption, frozen=True, kw_only=True):
         int,
         Key(
             "N",
-            "number of times that a hung or failed point is retried, after all other points. --resume skips a point that failed N + 1 times, "
-            "at least twice.",
+            "number of times that a hung or failed point is retried, after all other points. --resume skips a point "
+            "after N + 1 failures, but never after the first.",
         ),
     ] = 0
     load: Annotated[
@@ -424,7 +424,7 @@ class Client(StructuredOption, frozen=True, kw_only=True):
         Key(
             "N",
             "number of processes that send the load, each with an event loop.",
-            "one for each 8,000 expected chunks per second, as far as there are cores",
+            "one for each 8,000 expected chunks per second, at most one per core",
         ),
     ] = None
     realtime: Annotated[

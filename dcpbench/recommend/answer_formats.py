@@ -241,7 +241,7 @@ def format_placements(choices: Sequence[Choice]) -> str:
             found.setdefault(verdict, []).append((choice.name, whole.tok_s / cut.tok_s))
     count = sum(map(len, found.values()))
     clauses = [
-        f"{text} in {'all ' if len(pairs) == count else ''}{format_count(len(pairs), 'pair')} of layouts ({numbers.format_value_range(ratio for _, ratio in pairs)} the output"
+        f"{text} in {'all ' if len(pairs) == count else ''}{format_count(len(pairs), 'pair')} ({numbers.format_value_range(ratio for _, ratio in pairs)} the output"
         f"{_format_loads([load for load, _ in pairs], choices)})"
         for text in (CUT_AHEAD, EP_AHEAD, EP_LEVEL)
         if (pairs := found.get(text))
@@ -249,8 +249,8 @@ def format_placements(choices: Sequence[Choice]) -> str:
     if not clauses:
         return ""
     return (
-        "With attention data parallelism, expert parallel (ep above 1) compared with tensor-parallel experts (ep1, the engines' default) is "
-        f"{format_list(clauses)}."
+        "With attention data parallelism, layouts are compared in pairs: expert parallel (ep above 1) with tensor-parallel experts (ep1, the engines' "
+        f"default). Expert parallel is {format_list(clauses)}."
     )
 
 
@@ -446,8 +446,8 @@ def describe_latencies(forecasts: Sequence[Forecast]) -> list[str]:
     count = sum(band.cases for band in bands if band)
     sentences = [
         (
-            f"The bands of TTFT and ITL p50 are the largest errors with which {count} measured loads were estimated from steps of another model. Other percentiles, TPOT and "
-            "E2EL have no bands, even where an objective limits them."
+            f"The bands of TTFT and ITL p50 are the largest errors of estimates for {count} measured loads, made from the steps of another model. Other percentiles, TPOT and "
+            "E2EL have no bands, even if --slo limits them."
         )
     ]
     if without := list(dict.fromkeys(f.label for f in estimates if f.itl_bounds_ms is None)):

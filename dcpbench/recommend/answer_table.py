@@ -45,7 +45,7 @@ LEGEND = (
     f"recommended if its output is at most {round(MAX_TIE * 100)} % lower; capacity beyond twice the load does not count. Most errors are common "
     "to all layouts, so the difference between two layouts is more certain than their bands suggest. Output in tok/s is an average over the load, with prefills; ITL is the median gap between two tokens of a "
     "request, and 0 if most tokens arrive together with others (--mtp). KV requests: requests of the longest length that fit at once, in whole pages; the last token of an "
-    "answer needs no KV. dpN: N attention replicas inside tp, each of tp / N GPUs. Evidence names an engine if it is not dcpbench's own."
+    "answer needs no KV. dpN: N attention replicas inside tp, each of tp / N GPUs. The evidence column names every engine except dcpbench's own."
 )
 
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 TITLE = "Where DCP's gain comes from"
 READING = (
     "For each load the table has the layout with DCP that has the most output per GPU. The part of a cause is what replays lose if this cause "
-    "alone is switched off, that is, set to the value of the same layout without DCP. An overlap has the sign of the gain if either of its causes "
+    "alone is switched off, that is, set to the value of the same layout without DCP. An interaction has the sign of the gain if either of its causes "
     "alone brings it, and the opposite sign if both are needed. All parts sum to the gain."
 )
-OVERLAP = "overlap"  # heading of the column of all parts of several causes together
+INTERACTION = "interaction"  # heading of the column of all parts of several causes together
 
 
 def build_rows(frames: Frames) -> pd.DataFrame:
@@ -58,7 +58,7 @@ def build_table(frames: Frames) -> Table:
         ("with", lambda r: format_number(r["split"].layout.value, 3)),
         ("gain", lambda r: format_share(r["split"].share)),
         *((cause, _make_cause_formatter(cause)) for cause in CAUSES),
-        (OVERLAP, _format_overlaps),
+        (INTERACTION, _format_interactions),
         ("preemptions", lambda r: f"{r['split'].baseline.preemptions:,} → {r['split'].layout.preemptions:,}"),
         ("prompt tokens cached", _format_hits),
     ]
@@ -95,11 +95,11 @@ def _make_cause_formatter(cause: str) -> Any:  # noqa: ANN401 - the formatter of
     return format_cause
 
 
-def _format_overlaps(row: Any) -> str:  # noqa: ANN401 - a row
-    """Return `−3 % (KV capacity and step time)` for each overlap."""
+def _format_interactions(row: Any) -> str:  # noqa: ANN401 - a row
+    """Return `−3 % (KV capacity and step time)` for each interaction."""
     split = row["split"]
-    overlaps: list[GainPart] = [part for part in split.list_shown() if len(part.causes) > 1]
-    texts = [f"{format_share(split.compute_share(part))} ({part.format_overlap()})" for part in overlaps]
+    interactions: list[GainPart] = [part for part in split.list_shown() if len(part.causes) > 1]
+    texts = [f"{format_share(split.compute_share(part))} ({part.format_interaction()})" for part in interactions]
     return "; ".join(texts) or format_share(0.0)
 
 

@@ -81,7 +81,7 @@ def _draw_panel(ax: Axes, split: GainSplit, causes: list[Causes], *, named: bool
 def _format_causes(causes: Causes) -> str:
     if len(causes) == 1:
         return causes[0]
-    return "\n".join(textwrap.wrap(f"overlap: {', '.join(causes)}", NAME_CHARS))
+    return "\n".join(textwrap.wrap(f"interaction: {', '.join(causes)}", NAME_CHARS))
 
 
 def format_alt_gains(title: str, rows: pd.DataFrame) -> str:

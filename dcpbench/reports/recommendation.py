@@ -37,16 +37,14 @@ NEEDED = (  # columns of `Findings.against_others` that a rule needs, in additio
 
 
 def format_recommendation(rows: pd.DataFrame, models: int) -> str:
-    """Return the first sentence: the GPUs, the conditions, which layout to use from which load on, and its lead.
+    """Return the answer: the GPUs, the conditions, which layout to use from which load on, and its lead.
 
     `models` is the number of models in the report; if no two layouts of some were compared, the others are named.
     """
     machines = [own for _, own in rows.groupby([rows["device"].map(str), "gpus"], sort=False)]
     clauses = [f"{format_conditions(own)}{format_advice(own, models)}" for own in machines[:MAX_RULES]]
     more = len(machines) - len(clauses)
-    return (
-        f"{format_capitalized('; '.join(clauses))}{f'; {more:,} more numbers of GPUs are below' if more > 0 else ''}."
-    )
+    return f"{'. '.join(map(format_capitalized, clauses))}{f'. {more:,} more numbers of GPUs are below' if more > 0 else ''}."
 
 
 def format_conditions(rows: pd.DataFrame) -> str:
@@ -114,7 +112,8 @@ def format_advice(rows: pd.DataFrame, models: int) -> str:
     own = [(str(name), group) for name, group in rows.groupby("model", sort=False)]
     clauses = [f"for {get_title(name)}, {find_rule(group).format_sentence()}" for name, group in own[:MAX_RULES]]
     more = len(own) - len(clauses)
-    return "; ".join(clauses) + (f"; {more:,} more models are below" if more > 0 else "")
+    text = ". ".join([clauses[0], *map(format_capitalized, clauses[1:])])
+    return f"{text}. {more:,} more models are below" if more > 0 else text
 
 
 def format_load(row: pd.Series[Any]) -> str:
@@ -143,7 +142,7 @@ class Rule:
         return sum(self.right) / len(self.right) if self.right else 1.0
 
     def format_sentence(self) -> str:
-        """Return which layout to use from which load on, its lead over which layout, and in how many loads that is right."""
+        """Return which layout to use from which load on, its lead over which layout, and in how many loads this rule is right."""
         if not self.right:
             return self._format_none_meets()
         if self.share < ENOUGH:
@@ -153,16 +152,16 @@ class Rule:
             return f"no layout is to be taken throughout: of {loads}, {self._kind} is {each}{self._format_slo()}{launch_bands.format_launches(self.rows)}{self._format_beyond()}"
         light, heavy = self.loads[self.loads["place"] < self.at], self.loads[self.loads["place"] >= self.at]
         if light.empty:
-            lead = _format_lead(_find_lead(heavy, self.then))
-            text = f"take {_format_taken_at(heavy, self.then)} at {self._format_tried()}{lead}"
+            text = f"take {_format_taken_at(heavy, self.then)} at {self._format_tried()}"
+            leads = [_format_lead(heavy, self.then)]
         else:
-            first, then = _find_lead(light, self.first), _find_lead(heavy, self.then)
             text = (
-                f"take {_format_taken_at(light, self.first)} up to {self._format_size(light.iloc[-1])} in flight{_format_lead(first)}, "
+                f"take {_format_taken_at(light, self.first)} up to {self._format_size(light.iloc[-1])} in flight, "
                 f"and {_format_taken_at(heavy, self.then)} {self._format_reach(heavy)}{self._format_named_loads(heavy)}"
-                f"{_format_lead(then, first)}"
             )
-        return f"{text}: {self._format_right()}{self._format_slo()}{launch_bands.format_launches(self.rows)}{self._format_wrong()}{self._format_beyond()}"
+            leads = [_format_lead(light, self.first), _format_lead(heavy, self.then)]
+        lead = ", and ".join(filter(None, leads))
+        return f"{text}{lead and f': {lead}'}. {self._format_right()}{self._format_slo()}{launch_bands.format_launches(self.rows)}{self._format_wrong()}{self._format_beyond()}"
 
     def _format_slo(self) -> str:
         """Return ` within the SLO (TTFT ≤ 2,000 ms)`; empty without one."""
@@ -210,22 +209,22 @@ class Rule:
         return f" ({' or '.join(named)})"
 
     def _format_tried(self) -> str:
-        """Return `every load tried (8–48 requests of 4,000–128,000 tokens)`; `most` if another layout is ahead at some.
+        """Return `every load tried (8–48 requests of 4,000–128,000 tokens)`; `most of the loads` if another layout is ahead at some.
 
         The words before the brackets are left out if no layout is within the SLO at some load.
         """
         requests = format_clients(self.loads)
         if len(self.right) == 1 or len(self._find_missed()):
             return requests
-        return f"{'every load' if all(self.right) else 'most loads'} tried ({requests})"
+        return f"{'every load' if all(self.right) else 'most of the loads'} tried ({requests})"
 
     def _format_right(self) -> str:
-        """Return `this choice is best or level in all 18 loads`."""
+        """Return `This choice is best or level in all 18 loads`."""
         n, loads = sum(self.right), len(self.right)
         if loads == 1:
-            return "the one load compared"
+            return "Only this load was compared"
         all_of = "both loads" if loads == 2 else f"all {loads:,} loads"  # noqa: PLR2004 - a pair
-        return f"this choice is {self._kind} in {all_of if n == loads else f'{n:,} of {loads:,} loads'}"
+        return f"This choice is {self._kind} in {all_of if n == loads else f'{n:,} of {loads:,} loads'}"
 
     @property
     def _kind(self) -> str:
@@ -334,9 +333,9 @@ def _format_taken_at(loads: pd.DataFrame, who: str) -> str:
 class _Lead:
     """Hold the lead of a layout over the best others in some loads."""
 
-    over: str  # another layout, `the next best` for several, or empty if no other meets the SLO
+    over: str  # another layout, `the next best layout` for several, or empty if no other meets the SLO
     share: float = 0.0  # the largest
-    several: bool = False  # whether there are several loads
+    several: bool = False  # True if there are several loads
 
 
 def _find_lead(loads: pd.DataFrame, who: str) -> _Lead | None:
@@ -354,12 +353,14 @@ def _find_lead(loads: pd.DataFrame, who: str) -> _Lead | None:
     return _Lead(over, clear["ratio"].max() - 1, len(set(loads["place"])) > 1)
 
 
-def _format_lead(lead: _Lead | None, before: _Lead | None = None) -> str:
-    """Return `, which gives at most 10 % more output than tp4·dp4`, without what the lead `before` states already."""
+def _format_lead(loads: pd.DataFrame, who: str) -> str:
+    """Return `tp4 gives up to 10 % more output than tp4·dp4`, or that no other layout meets the SLO; empty without a clear lead."""
+    lead = _find_lead(loads, who)
     if lead is None:
         return ""
+    names = _list_level_layouts(loads, who)
     if not lead.over:
-        return ", which alone meets the SLO there"
-    than = "" if before and before.over == lead.over else f" than {lead.over}"
-    more = "more" if before else "more output"
-    return f", which gives {'at most ' if lead.several else ''}{format_percent(lead.share)} {more}{than}"
+        only = "is the only layout" if len(names) == 1 else "are the only layouts"
+        return f"{format_list(names)} {only} within the SLO there"
+    gives = "gives" if len(names) == 1 else "give"
+    return f"{format_list(names)} {gives} {'up to ' if lead.several else ''}{format_percent(lead.share)} more output than {lead.over}"

@@ -12,7 +12,7 @@ part that belongs to exactly A, and to no smaller set, is
     part(A) = Σ over B ⊆ A of (-1)^(|A| - |B|) · g(B)
 
 so that all parts together are g(all) = f(all) - f(none), the gain. The part of one cause is what switching it off by
-itself loses; the parts of several causes are their overlaps. An overlap has the sign of the gain if one of its causes
+itself loses; the parts of several causes are their interactions. An interaction has the sign of the gain if one of its causes
 alone would bring it, and the other sign if it needs all of them, because then each switch alone loses it.
 
 The formula is the factor separation of Stein and Alpert (Journal of the Atmospheric Sciences 50, 1993, 2107-2115), from the
@@ -53,7 +53,7 @@ MEANINGS = {CAPACITY: "requests that run at once", STEP_TIME: "steps of the same
 OUTPUT, LATENCY = "output_tok_s", "e2el_mean_ms"  # split in closed loops; in open ones, where output follows arrivals
 METRIC_NAMES = {OUTPUT: "output tok/s", LATENCY: "mean end-to-end latency"}
 HEADINGS = {OUTPUT: "output tok/s", LATENCY: "mean end-to-end latency (ms)"}  # of axes and columns
-MIN_SHOWN = 0.0005  # share of the baseline's value below which an overlap is not printed
+MIN_SHOWN = 0.0005  # share of the baseline's value below which an interaction is not printed
 Causes = tuple[str, ...]
 
 
@@ -73,13 +73,13 @@ class GainPart(msgspec.Struct, frozen=True, kw_only=True):
     difference: SignedNumber  # in the unit of the metric
 
     def format_causes(self) -> str:
-        """Return `from KV capacity (requests that run at once)`, or `from the overlap of KV capacity and step time`."""
+        """Return `from KV capacity (requests that run at once)`, or `from the interaction of KV capacity and step time`."""
         if len(self.causes) > 1:
-            return f"from the overlap of {self.format_overlap()}"
+            return f"from the interaction of {self.format_interaction()}"
         more = f" ({MEANINGS[self.causes[0]]})" if self.causes[0] in MEANINGS else ""
         return f"from {self.causes[0]}{more}"
 
-    def format_overlap(self) -> str:
+    def format_interaction(self) -> str:
         """Return `KV capacity and step time`."""
         return format_list(list(self.causes))
 
@@ -124,7 +124,7 @@ class GainSplit(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def list_shown(self) -> list[GainPart]:
-        """Return the part of each cause, and the overlaps that are not 0."""
+        """Return the part of each cause, and the interactions that are not 0."""
         return [part for part in self.parts if len(part.causes) == 1 or abs(self.compute_share(part)) >= MIN_SHOWN]
 
 

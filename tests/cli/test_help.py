@@ -466,7 +466,7 @@ def test_only_help_of_dry_run_promises_the_waiting_line() -> None:
     """torch.profiler records only the first line of a function."""
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert "dry-run reports the exact line." in help_of("syncs")
-    assert "`dcpbench syncs dry-run -- python serve.py` prints the line that waits" in readme
+    assert "`dcpbench syncs dry-run -- python serve.py` prints lines that would wait" in readme
     for command in ("scan", "run", "serve"):
         assert not re.search(r"(which|the) lines? that wait", help_of("syncs", command))
 
@@ -481,7 +481,7 @@ def test_ci_gate_examples_use_at_least_four_launches_per_side() -> None:
     """Fewer launches cannot decide a gate of 2 % (docs/statistics.md)."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     [line] = [line for line in readme.splitlines() if line.startswith("dcpbench compare") and "--fail-on" in line]
-    assert "use at least four launches on each side" in line
+    assert "at least four launches per side" in line
     workflow = (ROOT / "examples" / "compare.yml").read_text(encoding="utf-8")
     [rounds] = re.findall(r"for round in ([\d ]+);", workflow)
     assert len(rounds.split()) >= MIN_LAUNCHES

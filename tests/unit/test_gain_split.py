@@ -201,5 +201,5 @@ def test_sentence_names_all_parts_and_shared_parts() -> None:
     )
     assert found.format() == (
         "From tp8 to tp8·dcp8, output tok/s in replay changes by +37 %: +30 % from KV capacity (requests that run at once), 0 % from prefix-cache "
-        "hits, +10 % from step time (steps of the same requests) and −3 % from the overlap of KV capacity and step time."
+        "hits, +10 % from step time (steps of the same requests) and −3 % from the interaction of KV capacity and step time."
     )

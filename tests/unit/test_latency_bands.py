@@ -154,7 +154,7 @@ class TestForecasts:
             for name in ("ttft", "itl"):
                 low, high = layout[f"{name}_p50_ms_band"]
                 assert low < layout[f"{name}_ms"]["p50"] < high
-        assert "estimated from steps of another model" in out
+        assert "made from the steps of another model" in out
 
     def test_no_itl_is_estimated_if_prompts_are_in_many_steps(self, capsys: pytest.CaptureFixture[str]) -> None:
         """With answers of 4 tokens nearly every gap has a prompt of another request in its step, so an ITL objective is

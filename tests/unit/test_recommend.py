@@ -260,7 +260,7 @@ def test_attention_dp_is_forecast_with_both_expert_placements(
     assert (rows["tp4·dp4·ep1"], rows["tp4·dp4·ep4"]) == ("tensor parallel", "expert parallel")
     assert rows["tp4"] == "tensor parallel"
     assert answer_formats.format_placements([choice]).startswith(
-        "With attention data parallelism, expert parallel (ep above 1) compared with tensor-parallel experts (ep1, the engines' default) is "
+        "With attention data parallelism, layouts are compared in pairs: expert parallel (ep above 1) with tensor-parallel experts (ep1, the engines' default). "
     )
     assert advise._list_placements(query, Layout(4, 4)) == ["1", "tp"]
     assert advise._list_placements(query, Layout(4)) == ["1"]

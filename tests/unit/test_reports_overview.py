@@ -67,8 +67,8 @@ class TestWhichLayoutToTake:
     def test_rule_names_loads_gains_and_rivals(self, crossing: dataframes.Frames) -> None:
         """Loads of one length are ordered by their requests."""
         assert overview.format_answer(crossing) == (
-            f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, which gives 25 % more output than tp4·dcp4, and tp4·dcp4 "
-            "from 32 on, which gives 25 % more than tp4: this choice is best or level in both loads."
+            f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, and tp4·dcp4 from 32 on: tp4 gives 25 % more output than "
+            "tp4·dcp4, and tp4·dcp4 gives 25 % more output than tp4. This choice is best or level in both loads."
         )
 
     def test_rule_names_last_load_of_one_layout_and_first_of_the_next(self, tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ class TestWhichLayoutToTake:
         loads = [(n, *((40, 50) if n < 20 else (50, 40))) for n in (4, 8, 16, 24, 32, 64)]
         records = [steps(layout, n, ms) for n, *both in loads for layout, ms in zip((TP, DCP), both, strict=True)]
         assert get_answer(tmp_path, *records) == (
-            f"{HELD}take tp4 up to 16 requests of 4,000 tokens in flight, which gives at most 25 % more output than tp4·dcp4, and "
-            "tp4·dcp4 from 24 on, which gives at most 25 % more than tp4: this choice is best or level in all 6 loads."
+            f"{HELD}take tp4 up to 16 requests of 4,000 tokens in flight, and tp4·dcp4 from 24 on: tp4 gives up to 25 % more output than "
+            "tp4·dcp4, and tp4·dcp4 gives up to 25 % more output than tp4. This choice is best or level in all 6 loads."
         )
 
     def test_loads_of_several_lengths_are_ordered_by_tokens_in_flight(self, tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ class TestWhichLayoutToTake:
             for layout, ms in ((TP, 120), (DCP, 100))
         ]
         assert (
-            "take tp4 up to 32,000 tokens in flight, which gives 25 % more output than tp4·dcp4, and tp4·dcp4 from 1.02 million on "
-            "(32 requests of 32,000 or 8 of 128,000), which gives at most 20 % more than tp4: this choice is best or level in all 3 loads."
+            "take tp4 up to 32,000 tokens in flight, and tp4·dcp4 from 1.02 million on (32 requests of 32,000 or 8 of 128,000): tp4 gives "
+            "25 % more output than tp4·dcp4, and tp4·dcp4 gives up to 20 % more output than tp4. This choice is best or level in all 3 loads."
         ) in get_answer(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *heavy)
 
     def test_rule_of_a_single_layout_names_all_loads_tried(self, tmp_path: Path) -> None:
@@ -103,21 +103,21 @@ class TestWhichLayoutToTake:
             steps(DCP, 32, 44, context=9000),
         ]
         assert get_answer(tmp_path, *records) == (
-            f"{HELD}take tp4 at every load tried (8–32 requests of 4,000–9,000 tokens), which gives at most 25 % more output than "
-            "tp4·dcp4: this choice is best or level in both loads."
+            f"{HELD}take tp4 at every load tried (8–32 requests of 4,000–9,000 tokens): tp4 gives up to 25 % more output than "
+            "tp4·dcp4. This choice is best or level in both loads."
         )
 
     def test_level_layouts_are_named_together_with_their_lead(self, tmp_path: Path) -> None:
         """tp4 and tp4·dcp4 give 200 tok/s, tp4·dp4·ep4 160."""
         assert get_answer(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 40), steps(DP, 8, 50)) == (
-            f"{HELD}take tp4 or tp4·dcp4, which are level, at 8 requests of 4,000 tokens, which gives 25 % more output than "
-            "tp4·dp4·ep4: the one load compared."
+            f"{HELD}take tp4 or tp4·dcp4, which are level, at 8 requests of 4,000 tokens: tp4 and tp4·dcp4 give 25 % more output than "
+            "tp4·dp4·ep4. Only this load was compared."
         )
 
     def test_variant_is_named_if_its_layout_ran_in_several(self, tmp_path: Path) -> None:
         records = [steps(TP, 8, 50), steps(DCP, 8, 45), steps(DCP, 8, 40, exchange="symm")]
         assert (
-            "take tp4·dcp4 (symm) at 8 requests of 4,000 tokens, which gives 25 % more output than tp4:"
+            "take tp4·dcp4 (symm) at 8 requests of 4,000 tokens: tp4·dcp4 gives 25 % more output than tp4."
             in get_answer(tmp_path, *records)
         )
 
@@ -129,9 +129,9 @@ class TestWhichLayoutToTake:
             for record in (steps(TP, n, tp), steps(DCP, n, dcp))
         ]
         text = get_answer(tmp_path, *records)
-        assert "at most loads tried (" in text
+        assert "at most of the loads tried (" in text
         assert (
-            ": this choice is best or level in 4 of 5 loads; in the other load the best is tp4·dcp4, by 11 %." in text
+            ". This choice is best or level in 4 of 5 loads; in the other load the best is tp4·dcp4, by 11 %." in text
         )
 
     def test_alternating_winners_give_no_rule(self, tmp_path: Path) -> None:
@@ -155,10 +155,10 @@ class TestWhichLayoutToTake:
         ]
         text = get_answer(tmp_path, *records)
         assert "for DeepSeek-V3, take tp4·dcp4 at every load tried (8–32 requests of 4,000 tokens)" in text
-        assert "; for Kimi-K2, take tp4 at every load tried" in text
+        assert ". For Kimi-K2, take tp4 at every load tried" in text
 
     @pytest.mark.parametrize(
-        ("models", "more"), [(4, ""), (5, "; 1 more models are below"), (6, "; 2 more models are below")]
+        ("models", "more"), [(4, ""), (5, ". 1 more models are below"), (6, ". 2 more models are below")]
     )
     def test_sentence_has_rules_of_at_most_four_models(self, models: int, more: str, tmp_path: Path) -> None:
         records = [
@@ -168,7 +168,7 @@ class TestWhichLayoutToTake:
             for layout in (TP, DCP)
         ]
         text = get_answer(tmp_path, *records)
-        assert text.count("; for model-") == 3
+        assert text.count(". For model-") == 3
         assert ("more models" in text) == bool(more)
         assert more in text
 
@@ -178,10 +178,10 @@ class TestWhichLayoutToTake:
         eight = [steps(Layout(8), 8, 30), steps(Layout(8, 1, 8), 8, 20)]
         text = get_answer(tmp_path, *four, *eight)
         assert text.startswith(
-            f"{HELD}take tp4 at 8 requests of 4,000 tokens, which gives 25 % more output than tp4·dcp4: "
+            f"{HELD}take tp4 at 8 requests of 4,000 tokens: tp4 gives 25 % more output than tp4·dcp4. "
         )
         assert (
-            "; on 8 × H200 (whole model and KV cache do not fit: 19 of 61 layers held and reused), take tp8·dcp8 at 8 requests"
+            ". On 8 × H200 (whole model and KV cache do not fit: 19 of 61 layers held and reused), take tp8·dcp8 at 8 requests"
             in text
         )
 
@@ -223,8 +223,8 @@ class TestSlo:
         records = [steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 16, 70), steps(DCP, 16, 50)]
         records += [steps(TP, 32, 80), steps(DCP, 32, 55), steps(TP, 48, 90), steps(DCP, 48, 70)]
         assert get_answer(tmp_path, *records, itl=60) == (
-            f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, which gives 25 % more output than tp4·dcp4, and tp4·dcp4 "
-            "from 16 to 32, which alone meets the SLO there: this choice is best or level in all 3 loads within the SLO (ITL ≤ 60 ms); at "
+            f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, and tp4·dcp4 from 16 to 32: tp4 gives 25 % more output "
+            "than tp4·dcp4, and tp4·dcp4 is the only layout within the SLO there. This choice is best or level in all 3 loads within the SLO (ITL ≤ 60 ms); at "
             "1 more load no layout meets it."
         )
 
@@ -394,7 +394,7 @@ class TestImports:
         assert (
             ", in addition to 2 points of dcpbench. They are of one layout, so no layout can be recommended. " in text
         )
-        assert f" Of dcpbench's own points: {HELD}take tp4 at 8 requests of 4,000 tokens, which gives 25 % more" in text
+        assert f" Of dcpbench's own points: {HELD}take tp4 at 8 requests of 4,000 tokens: tp4 gives 25 % more" in text
 
     def test_title_names_the_source_of_imports(self, tmp_path: Path) -> None:
         import_files(
@@ -431,7 +431,7 @@ class TestImports:
         text = overview.format_answer(read)
         assert text.startswith(f"{IMPORTED}2 results of vllm bench serve on 8 × NVIDIA H200, at most ")
         assert ". By these, take tp8 or tp8·dcp8, which are not distinguishable, at 8 requests of " in text
-        assert text.endswith(": the one load compared, in one launch each.")
+        assert text.endswith(". Only this load was compared, in one launch each.")
 
 
 class TestDcpAhead:
@@ -630,7 +630,7 @@ def test_layouts_are_compared_at_equal_drafts(tmp_path: Path) -> None:
     """With drafts of an assumed acceptance tp4 has twice the output; without, tp4·dcp4 is 25 % ahead."""
     drafted = steps(TP, 8, 25, mtp=1, acceptance="0.8")
     report = read(tmp_path, steps(TP, 8, 50), steps(DCP, 8, 40), drafted)
-    assert "take tp4·dcp4 at 8 requests of 4,000 tokens, which gives 25 % more" in overview.format_answer(report)
+    assert "take tp4·dcp4 at 8 requests of 4,000 tokens: tp4·dcp4 gives 25 % more" in overview.format_answer(report)
     assert report.findings.best["label"].tolist() == ["tp4·dcp4"]
     both = read(tmp_path / "both", *report.records, steps(DCP, 8, 20, mtp=1, acceptance="0.8"))
     assert both.findings.best["lead"].tolist() == pytest.approx([1.25, 1.25])
