@@ -609,6 +609,15 @@ def test_sentence_on_best_layouts_follows_the_loads_of_each_number_of_gpus(tmp_p
     assert "on 4 GPUs: tp4·dcp4 at 8–48 (1.50× the next)" in text
 
 
+def test_layouts_are_compared_on_the_same_emulated_machine(tmp_path: Path) -> None:
+    """On an H100 all steps take 1.6 times as long as on an H200, so that each layout is faster there."""
+    machines = (("H100", 1.6), ("H200", 1.0))
+    found = [steps(x, 8, ms * by, emulate=name) for name, by in machines for x, ms in ((TP, 50), (DCP, 40))]
+    best = read(tmp_path, *found).findings.best
+    assert best["label"].tolist() == ["tp4·dcp4 (emulated on H100)", "tp4·dcp4 (emulated on H200)"]
+    assert best["lead"].tolist() == pytest.approx([1.25, 1.25])
+
+
 def test_sentence_names_its_model_if_others_have_nothing_to_compare(tmp_path: Path) -> None:
     alone = steps(TP, 8, 40, model="deepseek-v3")
     text = get_answer(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 30), alone)
