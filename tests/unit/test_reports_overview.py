@@ -618,6 +618,28 @@ def test_layouts_are_compared_on_the_same_emulated_machine(tmp_path: Path) -> No
     assert best["lead"].tolist() == pytest.approx([1.25, 1.25])
 
 
+@pytest.mark.parametrize(
+    ("changes", "warnings", "why"),
+    [
+        ({}, ["graph_differs"], "only tp4 ran without wrong results, so"),
+        (
+            {"mtp": 1, "acceptance": "0.8"},
+            [],
+            "no two layouts (tp4 and tp4·dcp4) on as many GPUs ran under one load with equal drafts, so",
+        ),
+        ({"emulate": "H100"}, [], "ran under one load with equal emulated machines, so"),
+        ({"kv_dtype": "fp8"}, [], "ran under one load with equal precision, so"),
+    ],
+    ids=["wrong", "drafts", "machine", "precision"],
+)
+def test_sentence_without_a_comparison_states_why(
+    changes: dict[str, Any], warnings: list[str], why: str, tmp_path: Path
+) -> None:
+    """Both layouts ran on 4 GPUs under the same load."""
+    other = msgspec.structs.replace(steps(DCP, 8, 30, **changes), warnings=warnings)
+    assert why in overview.format_answer(read(tmp_path, steps(TP, 8, 40), other))
+
+
 def test_sentence_names_its_model_if_others_have_nothing_to_compare(tmp_path: Path) -> None:
     alone = steps(TP, 8, 40, model="deepseek-v3")
     text = get_answer(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 30), alone)
