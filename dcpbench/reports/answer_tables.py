@@ -112,7 +112,7 @@ def _build_best_grid(found: pd.DataFrame, where: str) -> Table:
     kind = f"Fastest layout {launch_bands.IN_ONE_LAUNCH}" if launch_bands.has_single_launches(found) else "Best layout"
     title = f"{kind}, tok/s, and its lead over the next{where}"
     varying = [name for name in BEST_OF if len(found) and len(set(found[name])) > 1]
-    names = [{"gpus": "GPUs", "mtp": "drafts"}.get(name, name) for name in varying]
+    names = [{"gpus": "GPUs", "mtp": "drafts", "emulate": "emulated on"}.get(name, name) for name in varying]
     return _build_grid(title, found, ["rest", *varying], ["load", *names], _format_best_cell)
 
 

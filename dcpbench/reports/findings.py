@@ -41,8 +41,8 @@ BASELINE_OF = [  # columns that a DCP point and its dcp=1 baseline share, in add
     *LOAD,
     *(a.name for a in select_point_axes(COMPUTES, but=Role.EXCHANGE) if a.name not in ("model", "dcp")),
 ]
-BEST_OF = ["gpus", "mtp", "acceptance"]  # columns that the best layout of a load shares with the others, besides LOAD
-RIVAL_OF = [*LOAD, *BEST_OF, "dtype", "weights_dtype", "kv_dtype", "weights", "emulate"]
+BEST_OF = ["gpus", "mtp", "acceptance", "emulate"]  # columns that the best layout of a load shares with others
+RIVAL_OF = [*LOAD, *BEST_OF, "dtype", "weights_dtype", "kv_dtype", "weights"]
 """Columns that layouts share of which one is to be chosen: the load, the GPUs, and what is computed."""
 SAME_BUT_EXCHANGE = ["run", *(axis.name for axis in select_point_axes(COMPUTES | Role.LOAD, but=Role.EXCHANGE))]
 """Columns that points of `decode` share if they differ only in their exchange."""
@@ -106,7 +106,7 @@ def select_timed(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the fastest layout within the SLO of each load that several layouts ran on as many GPUs with equal drafts.
+    """Return the fastest layout within the SLO of each load that several layouts ran on equal GPUs with equal drafts.
 
     `clear` is False if its interval overlaps the next one's or it leads by no more than launches may differ; `level`
     lists it and all layouts that it does not clearly lead, and `how` is the text for them (launch_bands.format_level).

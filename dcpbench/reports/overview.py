@@ -38,6 +38,12 @@ if TYPE_CHECKING:
 MAX_NAMES = 6  # maximum number of layouts or models that a title names; above it the title counts them
 MAX_CLAUSES = 3  # maximum number of loads without KV capacity that a bullet names
 MAX_BULLETS = 4  # maximum number of bullets below the first sentence
+CONDITIONS = {  # columns of findings.RIVAL_OF that a sentence names if they keep layouts from being compared
+    "mtp": "drafts",
+    "acceptance": "drafts",
+    "emulate": "emulated machines",
+    **dict.fromkeys(("dtype", "weights_dtype", "kv_dtype"), "precision"),
+}
 
 
 def format_title(frames: Frames) -> str:
@@ -267,14 +273,16 @@ def _describe_single(frames: Frames, timed: pd.DataFrame) -> str:
     if best.empty or best["load_arrival"].eq(CLOSED).any():
         if len(names) > 1:
             advice = " To compare them, measure them with one command." if len(frames.runs) > 1 else ""
-            why = format_capitalized(f"{where}{_explain_not_compared(frames, names)}")
+            why = format_capitalized(f"{where}{_explain_not_compared(frames, timed)}")
             return f"{why}, so no layout can be recommended: {most}.{advice}"
         rejected = select_rejected_for_memory(frames)
         lost = [n for n in load_labels.list_unique(rejected["layout"]) if n not in names] if len(rejected) else []
         if lost:
             why = f"as {format_list(lost)} {'has' if len(lost) == 1 else 'have'} too little memory"
             return f"{format_capitalized(where)}only {names[0]} ran, {why}: {most}."
-        return f"{format_capitalized(where)}only {names[0]} ran, so no layout can be recommended: {most}."
+        wrong = frames.everything[point_warnings.find_wrong(frames.everything)]
+        ran = "ran" if set(wrong["layout"]) <= set(names) else "ran without wrong results"
+        return f"{format_capitalized(where)}only {names[0]} {ran}, so no layout can be recommended: {most}."
     loads = format_count(len(best), "load")
     launches = f"{found}," if (found := launch_bands.format_launches(best)) else ""
     won = answer.count_winners(best)
@@ -296,10 +304,13 @@ def _format_maximum(timed: pd.DataFrame) -> str:
     return f"at most {most}; no point meets the SLO{nearest} ({near['slo_result']})"
 
 
-def _explain_not_compared(frames: Frames, names: list[str]) -> str:
-    """Return why no layouts are compared."""
+def _explain_not_compared(frames: Frames, rows: pd.DataFrame) -> str:
+    """Return why no layouts of these rows are compared."""
     of_one = " of one run" if len(frames.runs) > 1 else ""
-    return f"no two layouts ({format_list(names)}) on as many GPUs ran under one load{of_one}"
+    text = f"no two layouts ({format_list(load_labels.list_unique(rows['layout']))}) on as many GPUs ran under one load{of_one}"
+    met = rows[rows.groupby([*findings.LOAD, "gpus"])["layout"].transform("nunique") > 1]
+    differ = dict.fromkeys(text for name, text in CONDITIONS.items() if len(set(met[name].dropna())) > 1)
+    return f"{text} with equal {format_list(list(differ))}" if differ else text
 
 
 def _describe_imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -> str:
@@ -336,7 +347,7 @@ def _describe_imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -
     elif len(layouts) == 1:
         text = f"{text}. They are of one layout, {nothing}."
     else:
-        text = f"{text}. {format_capitalized(_explain_not_compared(frames, layouts))}, {nothing}."
+        text = f"{text}. {format_capitalized(_explain_not_compared(frames, theirs))}, {nothing}."
     if ours.empty:
         return text
     models = table["model"][~table["origin"].map(is_imported_origin).astype(bool)].nunique()

@@ -609,6 +609,37 @@ def test_sentence_on_best_layouts_follows_the_loads_of_each_number_of_gpus(tmp_p
     assert "on 4 GPUs: tp4·dcp4 at 8–48 (1.50× the next)" in text
 
 
+def test_layouts_are_compared_on_the_same_emulated_machine(tmp_path: Path) -> None:
+    """On an H100 all steps take 1.6 times as long as on an H200, so that each layout is faster there."""
+    machines = (("H100", 1.6), ("H200", 1.0))
+    found = [steps(x, 8, ms * by, emulate=name) for name, by in machines for x, ms in ((TP, 50), (DCP, 40))]
+    best = read(tmp_path, *found).findings.best
+    assert best["label"].tolist() == ["tp4·dcp4 (emulated on H100)", "tp4·dcp4 (emulated on H200)"]
+    assert best["lead"].tolist() == pytest.approx([1.25, 1.25])
+
+
+@pytest.mark.parametrize(
+    ("changes", "warnings", "why"),
+    [
+        ({}, ["graph_differs"], "only tp4 ran without wrong results, so"),
+        (
+            {"mtp": 1, "acceptance": "0.8"},
+            [],
+            "no two layouts (tp4 and tp4·dcp4) on as many GPUs ran under one load with equal drafts, so",
+        ),
+        ({"emulate": "H100"}, [], "ran under one load with equal emulated machines, so"),
+        ({"kv_dtype": "fp8"}, [], "ran under one load with equal precision, so"),
+    ],
+    ids=["wrong", "drafts", "machine", "precision"],
+)
+def test_sentence_without_a_comparison_states_why(
+    changes: dict[str, Any], warnings: list[str], why: str, tmp_path: Path
+) -> None:
+    """Both layouts ran on 4 GPUs under the same load."""
+    other = msgspec.structs.replace(steps(DCP, 8, 30, **changes), warnings=warnings)
+    assert why in overview.format_answer(read(tmp_path, steps(TP, 8, 40), other))
+
+
 def test_sentence_names_its_model_if_others_have_nothing_to_compare(tmp_path: Path) -> None:
     alone = steps(TP, 8, 40, model="deepseek-v3")
     text = get_answer(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 30), alone)
