@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.client import Client
 
 POLL_S = 0.01  # between two looks at the streams
+PUNCTUAL_SHARE = 0.75  # of a step: shorter gaps are of tokens that catch up
 MIN_TOKENS = 4  # tokens of each stream from which a moment between two steps can be found
 
 
@@ -219,7 +220,7 @@ def compute_delay_ms(times: NDArray[np.float64], moment_s: float) -> float | Non
 
     `times` are those at which tokens arrived. A server whose front end is busy sends no tokens meanwhile, and then those of all steps
     since, one after the other or several in one chunk. The delay is the time by which tokens that have caught up, the last quarter of
-    the first half, come earlier than steps after the late token would end. Such a step is the median gap of the last half. None
+    the first half, come earlier than steps after the late token would end, and at least the sum of what the gaps up to the first usual one lack. Such a step is the median gap of the last half. None
     without enough tokens.
     """
     later = times[int(np.searchsorted(times, moment_s)) :]
@@ -227,7 +228,10 @@ def compute_delay_ms(times: NDArray[np.float64], moment_s: float) -> float | Non
     if half < MIN_TOKENS:
         return None
     step_s, punctual = np.median(np.diff(later[half:])), np.arange(half - half // 4, half)
-    return max(float(np.median(punctual * step_s - (later[punctual] - later[0]))) * 1e3, 0.0)
+    gaps_s = np.diff(later[:half])
+    caught_up = [*np.flatnonzero(gaps_s >= PUNCTUAL_SHARE * step_s), half][0]
+    short_s = float(np.maximum(step_s - gaps_s[: caught_up + 1], 0.0).sum())
+    return max(float(np.median(punctual * step_s - (later[punctual] - later[0]))), short_s, 0.0) * 1e3
 
 
 def _get_prompt_tokens(request: StreamedRequest, reply: StreamReply) -> int:
