@@ -51,10 +51,8 @@ BF16 = [FOUR / "bf16" / "deepseek-v3-bf16", FOUR / "bf16-k2" / "kimi-k2-bf16"]
 EXPERTS = sorted((FOUR / "experts").iterdir())
 ALONE = [ONE / name for name in ("v3-fp8-kv-ours", "v3-fp8-bf16-kv", "k2-bf16", "k2-fp8-bf16-kv", "k2-fp8-kv")]
 GROUPED = RESULTS / "gqa-routing_2xH200_2026-11-29"
-ROUTED = [
-    GROUPED / "routing",
-    *sorted((GROUPED / "routing-layouts").glob("*k")),
-]  # runs with skewed routing, and with 128,000 tokens
+ROUTED = [GROUPED / "routing", *sorted((GROUPED / "routing-layouts").glob("*k"))]
+"""Runs with skewed routing, and with 128,000 tokens."""
 STEPPED = [*NOW, *FP8, *BF16, *EXPERTS, *ALONE, *ROUTED]  # runs of decode, with a step per record
 CUT = {"v3-8": "deepseek-v3"}  # model folders next to a run that have some layers of a model
 V3, K2 = FOUR / "seed" / "deepseek-v3", sorted((FOUR / "seed-k2").iterdir())

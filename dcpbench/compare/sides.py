@@ -200,7 +200,7 @@ def _is_repeated_replay(records: Sequence[Record], launch: Run, seen: set[tuple[
 
 
 def _check_one_device(side: dict[str, Side], name: str, devices: Mapping[str, str]) -> None:
-    """Raise UsageError if a side ran on different GPUs, whose difference would count as noise or as that of the sides.
+    """Raise UsageError if a side ran on different GPUs: their difference would count as noise, or as a difference between A and B.
 
     `devices` are the shown names of devices that dcpbench measured (find_device_names).
     """

@@ -219,9 +219,9 @@ def compute_delay_ms(times: NDArray[np.float64], moment_s: float) -> float | Non
     """Return by how much the first token of a stream at `moment_s` or later came late, if the tokens after it catch up.
 
     `times` are those at which tokens arrived. A server whose front end is busy sends no tokens meanwhile, and then those of all steps
-    since, one after the other or several in one chunk. The delay is the time by which tokens that have caught up, the last quarter of
-    the first half, come earlier than steps after the late token would end, and at least the sum of what the gaps up to the first usual one lack. Such a step is the median gap of the last half. None
-    without enough tokens.
+    since, one after the other or several in one chunk. A usual step is the median gap of the last half. The delay is the larger of two
+    times: by how much tokens that have caught up, the last quarter of the first half, come earlier than usual steps after the late
+    token would end, and by how much all gaps before the first usual one are shorter than a usual step. None without enough tokens.
     """
     later = times[int(np.searchsorted(times, moment_s)) :]
     half = len(later) // 2

@@ -165,7 +165,8 @@ def measure_server_steps(
 ) -> StepTimes:
     """Measure the step times for all of `points` on the running server that serves them, which must be idle.
 
-    Cases that the run's folder has from an interrupted measurement of the same server are not measured again. Raise WorkerError if the server fails, UsageError if its steps contradict its policy.
+    Cases that the run's folder has from an interrupted measurement of the same server are not measured again. Raise WorkerError if
+    the server fails, UsageError if its steps contradict its policy.
     """
     began, config = time.perf_counter(), server.config
     path = get_engine_path(points[0])

@@ -28,9 +28,7 @@ SHORT_PREFIX = 512  # tokens of the prefix that shows what attending to any pref
 MIXED_SIZES = (512, 2048)  # tokens of steps with decodes and a chunk that are measured, in addition to the maximum
 ROW_MULTIPLES = (1, 2, 4, 8)  # numbers of which the tokens of a step with prompts may have to be a multiple to be fast
 ALIGNED = 2 * ROW_MULTIPLES[-1]  # measured numbers of tokens are multiples of it
-WIDE = (
-    1.5  # ratio of the most to the fewest rows of a graph from which both are measured: padding rows need fewer experts
-)
+WIDE = 1.5  # ratio of the most to the fewest rows of a graph from which both are measured
 UNALIGNED_FROM = 512  # tokens of a step from which it is measured how much longer other numbers take
 
 

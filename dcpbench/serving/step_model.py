@@ -564,8 +564,10 @@ class StepModel:
         others: between the fewest and the most measured rows of one padded size, times are interpolated. Fewer and more rows of that
         size take as long as these.
         """
-        if self.graph_batches is None or batch.tokens:
-            return batch if self.graph_batches is None else batch._replace(rows=batch.decodes)
+        if self.graph_batches is None:
+            return batch
+        if batch.tokens:
+            return batch._replace(rows=batch.decodes)
         size = pad_to_size(batch.decodes, self.graph_batches)
         fewest, most = self.row_ranges.get(size, (size, size))
         return batch._replace(rows=min(max(batch.decodes, fewest), most))

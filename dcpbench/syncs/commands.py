@@ -291,7 +291,7 @@ def write_baseline(
 
     Operators that were never measured are accepted by the baseline, and named.
     """
-    _print_notes(compute_verdict(report, gate).stale)  # and finds what is allowed
+    _print_notes(compute_verdict(report, gate).stale)  # also sets `allowed` of the sites
     unmeasured = [name for trace in report.traces for name in trace.coverage.unmeasured]
     made = baselines.build_baseline(filter(can_be_finding, report.sites), detector, unmeasured)
     reasons = compute_verdict(report, dataclasses.replace(gate, baseline=made)).reasons

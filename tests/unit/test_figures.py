@@ -281,12 +281,17 @@ def test_panel_without_a_comparison_states_that(tmp_path: Path) -> None:
         ([{"emulate": "H100"}, {"emulate": "H200"}], ["emulated on H100", "emulated on H200"]),
         ([{"mtp": 1, "acceptance": a} for a in ("0.5", "0.8")], ["acceptance 0.5", "acceptance 0.8"]),
         ([{}, {"mtp": 1, "acceptance": "0.8"}], ["", "mtp1 · acceptance 0.8"]),
+        (
+            [{"kv_dtype": kv} for kv in ("bf16", "fp8")],
+            ["bfloat16 weights, bf16 KV", "bfloat16 weights, fp8 KV"],
+        ),
     ],
-    ids=["machine", "acceptance", "drafts"],
+    ids=["machine", "acceptance", "drafts", "precision"],
 )
 def test_overview_has_a_panel_for_each_condition(
     conditions: list[dict[str, object]], titles: list[str], tmp_path: Path
 ) -> None:
+    """Otherwise a layout's line would join points that are not compared."""
     found = [
         build.ok(build.point(layout, concurrency=n, **changes))
         for changes in conditions
@@ -298,21 +303,3 @@ def test_overview_has_a_panel_for_each_condition(
     figure = figures.draw_overview(rows, Style.from_points(rows), "", overview.select_rejected_for_memory(read))
     shown = [" ".join(ax.get_title().split()) for ax in figure.axes]
     assert shown == [" · ".join(filter(None, ("kimi-k2, context 4,000", title))) for title in titles]
-
-
-def test_overview_has_a_panel_for_each_precision(tmp_path: Path) -> None:
-    """Otherwise a layout's line would join points that are not compared."""
-    found = [
-        build.ok(build.point(layout, concurrency=n, kv_dtype=kv))
-        for kv in ("bf16", "fp8")
-        for n in (8, 32)
-        for layout in (TP, DCP)
-    ]
-    read = dataframes.load_frames([build.write(tmp_path / "run", found)])
-    rows = read.findings.against_others
-    figure = figures.draw_overview(rows, Style.from_points(rows), "", overview.select_rejected_for_memory(read))
-    titles = [" ".join(ax.get_title().split()) for ax in figure.axes]
-    assert titles == [
-        "kimi-k2, context 4,000 · bfloat16 weights, bf16 KV",
-        "kimi-k2, context 4,000 · bfloat16 weights, fp8 KV",
-    ]

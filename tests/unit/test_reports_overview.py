@@ -658,7 +658,7 @@ def test_overlapping_intervals_beyond_the_launch_band_are_not_level(tmp_path: Pa
 
 
 def test_layouts_are_compared_at_equal_drafts(tmp_path: Path) -> None:
-    """With drafts of an assumed acceptance tp4 has twice the output; without, tp4·dcp4 is 25 % ahead."""
+    """Drafts of an assumed acceptance double the output of tp4; without drafts, tp4·dcp4 is 25 % ahead."""
     drafted = steps(TP, 8, 25, mtp=1, acceptance="0.8")
     report = read(tmp_path, steps(TP, 8, 50), steps(DCP, 8, 40), drafted)
     assert "take tp4·dcp4 at 8 requests of 4,000 tokens: tp4·dcp4 gives 25 % more" in overview.format_answer(report)
