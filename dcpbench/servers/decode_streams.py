@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from dcpbench.servers.client import Client
 
 POLL_S = 0.01  # between two looks at the streams
-PUNCTUAL_SHARE = 0.75  # of a step: shorter gaps are of tokens that catch up
 MIN_TOKENS = 4  # tokens of each stream from which a moment between two steps can be found
 
 
@@ -219,19 +218,17 @@ def compute_delay_ms(times: NDArray[np.float64], moment_s: float) -> float | Non
     """Return by how much the first token of a stream at `moment_s` or later came late, if the tokens after it catch up.
 
     `times` are those at which tokens arrived. A server whose front end is busy sends no tokens meanwhile, and then those of all steps
-    since, one after the other or several in one chunk. A usual step is the median gap of the last half. The delay is the larger of two
-    times: by how much tokens that have caught up, the last quarter of the first half, come earlier than usual steps after the late
-    token would end, and by how much all gaps before the first usual one are shorter than a usual step. None without enough tokens.
+    since, one after the other or several in one chunk. A usual step is the median gap of the last half. Tokens of the last quarter of
+    the first half have caught up and come a usual step apart; the delay is that of the latest token before them. None without enough
+    tokens.
     """
     later = times[int(np.searchsorted(times, moment_s)) :]
     half = len(later) // 2
     if half < MIN_TOKENS:
         return None
-    step_s, punctual = np.median(np.diff(later[half:])), np.arange(half - half // 4, half)
-    gaps_s = np.diff(later[:half])
-    caught_up = [*np.flatnonzero(gaps_s >= PUNCTUAL_SHARE * step_s), half][0]
-    short_s = float(np.maximum(step_s - gaps_s[: caught_up + 1], 0.0).sum())
-    return max(float(np.median(punctual * step_s - (later[punctual] - later[0]))), short_s, 0.0) * 1e3
+    late_s = later - np.median(np.diff(later[half:])) * np.arange(len(later))
+    punctual = half - half // 4
+    return max(float(late_s[:punctual].max() - np.median(late_s[punctual:half])), 0.0) * 1e3
 
 
 def _get_prompt_tokens(request: StreamedRequest, reply: StreamReply) -> int:
