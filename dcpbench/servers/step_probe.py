@@ -53,6 +53,7 @@ USUAL_TOKEN_BUDGET = 8192  # prompt tokens of a step if the server does not repo
 MIN_REPEATS = 7  # fewer samples have no 95 % interval of the median (records/stats.py)
 GAP_REQUESTS = 8  # requests by which the gap of a mixed case is measured
 STEPS_BETWEEN = 4  # decode steps between two prompts of a mixed case
+DELAY_STREAMS = 3  # streams, one after the other: delays of first tokens fall into two groups, and one stream shows few
 CATCH_UP_STEPS = 48  # decode steps after a first token, of which the last half has caught up with its delay
 OVERHEAD_TOKENS, OVERHEAD_REPEATS = 8, 9
 MIN_REQUEST_MS = 0.1  # of a request outside of steps: a server never sees one in the instant of another's last token
@@ -433,10 +434,19 @@ async def measure_first_token_us(probe: StepProbe) -> float:
         check_case(probe.limits, case)
     except UnsupportedCaseError:
         return 0.0
+    delays_ms: list[float] = []
     with freeze_garbage_collector(), set_realtime_priority(wanted=probe.realtime):
-        delays_ms, step_ms = await _measure_delays_ms(probe, case, tokens)
-    late_ms = statistics.median(delays_ms) if delays_ms else 0.0
+        for _ in range(DELAY_STREAMS):
+            found, step_ms = await _measure_delays_ms(probe, case, tokens)
+            delays_ms += found
+    late_ms = _compute_trimmed_mean(delays_ms) if delays_ms else 0.0
     return 1e3 * late_ms / tokens if late_ms > MIN_DELAY_SHARE * step_ms else 0.0
+
+
+def _compute_trimmed_mean(samples: Sequence[float]) -> float:
+    """Return the mean without the lowest and the highest eighth, which may come from pauses of the client."""
+    left_out = len(samples) // 8
+    return statistics.fmean(sorted(samples)[left_out : len(samples) - left_out])
 
 
 async def _measure_delays_ms(probe: StepProbe, case: Case, tokens: int) -> tuple[list[float], float]:
