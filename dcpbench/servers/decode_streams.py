@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.client import Client
 
 POLL_S = 0.01  # between two looks at the streams
+CATCH_UP_SHARE = 1.5  # of a delay, after which tokens have caught up with it
 MIN_TOKENS = 4  # tokens of each stream from which a moment between two steps can be found
 
 
@@ -218,17 +219,24 @@ def compute_delay_ms(times: NDArray[np.float64], moment_s: float) -> float | Non
     """Return by how much the first token of a stream at `moment_s` or later came late, if the tokens after it catch up.
 
     `times` are those at which tokens arrived. A server whose front end is busy sends no tokens meanwhile, and then those of all steps
-    since, one after the other or several in one chunk. A usual step is the median gap of the last half. Tokens of the last quarter of
-    the first half have caught up and come a usual step apart; the delay is that of the latest token before them. None without enough
-    tokens.
+    since, one after the other or several in one chunk. A usual step is the median gap of the last half. Tokens that have caught up come
+    a usual step apart; the delay is that of the latest token before them. It is computed twice: it states how soon tokens have caught up,
+    and soon afterwards an error of the usual step adds up to less. None without enough tokens.
     """
     later = times[int(np.searchsorted(times, moment_s)) :]
     half = len(later) // 2
     if half < MIN_TOKENS:
         return None
-    late_s = later - np.median(np.diff(later[half:])) * np.arange(len(later))
-    punctual = half - half // 4
-    return max(float(late_s[:punctual].max() - np.median(late_s[punctual:half])), 0.0) * 1e3
+    step_s, tokens = float(np.median(np.diff(later[half:]))), half // 4
+    late_s = later - step_s * np.arange(len(later))
+
+    def compute_delay_s(caught_up: int) -> float:
+        """Return the delay if the tokens from this one on have caught up."""
+        return max(float(late_s[:caught_up].max() - np.median(late_s[caught_up : caught_up + tokens])), 0.0)
+
+    last = half - tokens
+    caught_up = min(2 + int(CATCH_UP_SHARE * compute_delay_s(last) / step_s), last)
+    return compute_delay_s(caught_up) * 1e3
 
 
 def _get_prompt_tokens(request: StreamedRequest, reply: StreamReply) -> int:

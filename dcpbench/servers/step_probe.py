@@ -439,13 +439,13 @@ async def measure_first_token_us(probe: StepProbe) -> float:
         for _ in range(DELAY_STREAMS):
             found, step_ms = await _measure_delays_ms(probe, case, tokens)
             delays_ms += found
-    late_ms = _compute_trimmed_mean(delays_ms) if delays_ms else 0.0
+    late_ms = _compute_middle_mean(delays_ms) if delays_ms else 0.0
     return 1e3 * late_ms / tokens if late_ms > MIN_DELAY_SHARE * step_ms else 0.0
 
 
-def _compute_trimmed_mean(samples: Sequence[float]) -> float:
-    """Return the mean without the lowest and the highest eighth, which may come from pauses of the client."""
-    left_out = len(samples) // 8
+def _compute_middle_mean(samples: Sequence[float]) -> float:
+    """Return the mean of the middle half of samples: others may come from pauses of the client."""
+    left_out = len(samples) // 4
     return statistics.fmean(sorted(samples)[left_out : len(samples) - left_out])
 
 
