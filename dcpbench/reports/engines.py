@@ -230,14 +230,13 @@ def _format_power(rows: pd.DataFrame) -> str:
     limited = [run for run in runs if slowed[rows["run"] == run].any()]
     hidden = [run for run in runs if unknown[rows["run"] == run].any()]
     power = {*rows["throttle_reasons"][slowed].explode().dropna()} <= {"sw_power_cap"}
-    by = "limited by power" if power else "with lowered clocks"
-    parts = []
+    by = "limited by power" if power else "lowered"
+    clauses = []
     if limited:
-        some = "all" if limited == runs else format_list(limited)
-        parts.append(f"{some} {by}")
+        clauses.append(f"the clocks of {'all engines' if limited == runs else format_list(limited)} were {by}")
     if hidden:
-        parts.append(f"the clocks of {format_list(hidden)} were not recorded")
-    return f"; {' and '.join(parts)}" if parts else ""
+        clauses.append(f"{'those' if limited else 'the clocks'} of {format_list(hidden)} were not recorded")
+    return f"; {', and '.join(clauses)}" if clauses else ""
 
 
 def _describe_dcp(frames: Frames, *, same_conditions: bool) -> list[str]:

@@ -162,7 +162,7 @@ class TestFirstLines:
         gpu = Gpu(sm_clock_mhz_min=1350, sm_clock_mhz_max=1980, throttle_reasons=["sw_power_cap"])
         (first, *_) = overview.format_answer(read(tmp_path, *make_study(gpu=gpu, warnings=["throttled"]))).split(". ")
         assert first.endswith(
-            "; dcpbench limited by power and the clocks of vLLM 0.26.0 and SGLang 0.5.17 were not recorded"
+            "; the clocks of dcpbench were limited by power, and those of vLLM 0.26.0 and SGLang 0.5.17 were not recorded"
         )
 
     def test_points_of_each_engine_ahead_are_counted_without_a_winner(self, tmp_path: Path) -> None:
