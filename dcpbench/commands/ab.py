@@ -39,7 +39,7 @@ OURS = {  # options that a variant cannot have: `ab` sets them itself, or they a
 }
 REMOTE = tuple(format_flag(name) for name in REAL_SERVERS)
 
-RUNS = make_panel("What is run")
+RUNS = make_panel("Variants")
 
 
 class Variants(Group):

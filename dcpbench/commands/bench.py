@@ -14,9 +14,9 @@ app = typer.Typer(
     help="Measure single operators: time, share of this machine's limit, and correctness of each variant.\n\nStart with: dcpbench bench attention",
 )
 
-TITLE = "What is run (comma lists)"
+TITLE = "Cases (comma-separated lists)"
 WHAT, COUNTS, NAMES = make_panel(TITLE), make_panel(TITLE, metavar="N,…"), make_panel(TITLE, metavar="NAME,…")
-MEASURE = make_panel("How it is measured")
+MEASURE = make_panel("Measurement")
 OUTPUT = make_panel("Output")
 
 HEADS = COUNTS("Query heads of a DCP group. Default: 128 on a GPU; 8 on the CPU.")

@@ -12,7 +12,7 @@ from dcpbench.errors import UsageError
 if TYPE_CHECKING:
     from dcpbench.compare.judging import Options
 
-JUDGE = make_panel("How it is judged")
+JUDGE = make_panel("Statistics")
 
 
 class JudgementOptions(Group):

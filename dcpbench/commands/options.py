@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from dcpbench.launch.torchrun import RendezvousOptions
 
 OPTION = make_panel(None)
-LAYOUT = make_panel("Layouts (comma lists)", metavar="N,…")
+LAYOUT = make_panel("Layouts (comma-separated lists)", metavar="N,…")
 LOAD = make_panel("Model and load")
-HOW = make_panel("How it is computed")
-MEASURE = make_panel("How it is measured")
+HOW = make_panel("Computation")
+MEASURE = make_panel("Measurement")
 OUTPUT = make_panel("Output")
 MACHINES = make_panel("Machines")
 
@@ -49,7 +49,7 @@ JSON = OUTPUT("Print the result as JSON on stdout.", "--json", default=False)
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or records.jsonl files.")]
 
 
-EXPERTS = make_panel("Layouts (comma lists)", metavar="1|tp,…")
+EXPERTS = make_panel("Layouts (comma-separated lists)", metavar="1|tp,…")
 EP_DEGREE = "Expert parallel degree. 1 splits each expert over all tp ranks (tensor-parallel experts, the default of vLLM and SGLang). tp gives each rank some of the experts (vLLM's --enable-expert-parallel, SGLang's --ep-size)."
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 USUAL_STEP_S = 0.05  # order of magnitude of a step of a large model, to estimate how long a live run takes
 LONG_S = 600.0
 
-SERVED = make_panel("How requests are served")
+SERVED = make_panel("Scheduling")
 
 
 class Layouts(opt.Layouts):
@@ -115,7 +115,7 @@ def serve(
 ) -> int:
     """Serve requests with dcpbench's own engine, including prefill and scheduling: TTFT, ITL, throughput and goodput.
 
-    To measure a server of another engine, such as vLLM or SGLang, use `dcpbench server`. Every combination of the comma lists is a point; points that cannot run are listed with the reason. The times of every request are written as Parquet next to the records; after Ctrl-C the file has only finished requests.
+    To measure a server of another engine, such as vLLM or SGLang, use `dcpbench server`. Every combination of the values in comma-separated lists is a point; points that cannot run are listed with the reason. The times of every request are written as Parquet next to the records; after Ctrl-C the file has only finished requests.
 
     For example:
 

@@ -45,7 +45,7 @@ class Layouts(opt.Layouts):
         f"{opt.EP_DEGREE} Default: 1 for vllm and sglang with --dp and without a flag for expert parallelism, "
         "else unknown."
     )
-    exchange: str | None = make_panel("Layouts (comma lists)")(
+    exchange: str | None = make_panel("Layouts (comma-separated lists)")(
         "How partial attention outputs are merged over dcp ranks, in the engine's own names: ag_rs or a2a, with SGLang also fi_a2a. A server is started for each value. Default: the engine's default; unknown with --url.",
         metavar="NAME,…",
     )

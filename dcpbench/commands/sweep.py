@@ -113,7 +113,7 @@ def sweep(
 ) -> int:
     """Measure decode steps, without prefill, over layouts and loads, then write a report.
 
-    Every combination of the comma lists is a point; points that cannot run are listed with the reason. One torchrun job measures all points with the same --tp. If a point crashes or hangs, its record says so, and the other points are still measured.
+    Every combination of the values in comma-separated lists is a point; points that cannot run are listed with the reason. One torchrun job measures all points with the same --tp. If a point crashes or hangs, its record says so, and the other points are still measured.
 
     With --engine, dcpbench starts a server of vLLM, SGLang or another engine and measures its decode steps at the same layouts,
     concurrencies and contexts. The server prefills all prompts of a point first; a step's time is the gap between two

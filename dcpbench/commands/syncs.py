@@ -23,9 +23,9 @@ app = typer.Typer(
     "run and dry-run have further exit codes.",
 )
 
-READ = make_panel("What is read")
-RECORD = make_panel("What is recorded")
-GATE = make_panel("What is allowed")
+READ = make_panel("Input")
+RECORD = make_panel("Recording")
+GATE = make_panel("Allowed synchronisation")
 OUTPUT = make_panel("Output")
 
 Traces = Annotated[

@@ -99,7 +99,7 @@ def find_cause(evidence: Evidence) -> Finding:
     why = found.why
     if evidence.unknown:
         numbers = format_list(format_ranks(evidence.unknown).split(","))
-        why = [*why, f"Of rank{'s' if len(evidence.unknown) > 1 else ''} {numbers} nothing is known."]
+        why = [*why, f"Nothing is known about rank{'s' if len(evidence.unknown) > 1 else ''} {numbers}."]
     return msgspec.structs.replace(found, why=why, read=evidence.read, unread=evidence.unread)
 
 
@@ -577,7 +577,7 @@ def _find_stalled_collective(evidence: Evidence, groups: Mapping[str, Lines]) ->
         number=one.number,
         waiting_at=one.known_call.at,
         why=[
-            "What carries it stands still: the network, a peer's memory, or on GPUs a kernel that was launched before it."
+            "The collective makes no progress: the network, a peer's memory, or on GPUs a kernel that was launched before it is stuck."
         ],
     )
 
@@ -682,7 +682,7 @@ def _report_outside(evidence: Evidence) -> Finding:
         on_device = [rank for rank in placed if rank.heartbeats is not None and not rank.heartbeats.waits]
         why = ["No rank waits in a collective."]
         if on_device:
-            why = ["What the device is at inside a step, the host does not see; torch's flight recorder had nothing."]
+            why = ["The host does not see what the device does inside a step, and torch's flight recorder is empty."]
         return Finding(kind="unknown" if on_device else "outside", message="; ".join(parts), why=why)
     summary = "what was read does not tell who keeps whom waiting"
     unnamed = any(rank.flight is not None and rank.rank == NO_RANK for rank in evidence.ranks)

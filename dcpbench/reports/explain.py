@@ -315,7 +315,7 @@ def explain_absent_served(points: pd.DataFrame) -> list[str]:
     ]
     sentences = [f"A dash means not known: {'; '.join(why)}."] if why else []
     if points["origin"].map(is_imported_origin).any():
-        sentences.append("Of imported points a dash is what their files do not say.")
+        sentences.append("For imported points, a dash is a value that their files do not contain.")
     if points["origin"].map(is_server_origin).any():
         sentences.append("For servers a dash is also a value that they do not report.")
     if (given["steady_tok_s"].isna() & given["output_tok_s"].notna()).any():

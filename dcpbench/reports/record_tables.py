@@ -25,7 +25,7 @@ def build_client_table(frames: Frames) -> Table:
         if record.server and record.server.client
     ]
     return make_table(
-        "What the client took",
+        "Overhead of the client",
         pd.DataFrame(rows),
         [
             *make_text_columns("layout"),
@@ -107,6 +107,6 @@ def build_choice_table(frames: Frames) -> Table:
                 "next slower by": f"{(timed[1][0] / timed[0][0] - 1) * 100:.1f} %" if timed[1:] else "",
             }
         )
-    title = "What auto chose: q's exchange, attention and merge of one layer"
+    title = "Choices of auto: exchange of q, attention and merge of one layer"
     shown = make_text_columns("layout", "requested", "chosen", "others", "µs per layer", "next slower by")
     return make_table(title, pd.DataFrame(rows), shown, load=True, text_columns=4)

@@ -278,7 +278,7 @@ def build_conditions_table(found: pd.DataFrame) -> Table:
             }
         )
     shown = make_text_columns(*list(rows[0])[1:]) if rows else []
-    return make_table("What stood behind the numbers", pd.DataFrame(rows), shown, text_columns=4)
+    return make_table("Measurement conditions", pd.DataFrame(rows), shown, text_columns=4)
 
 
 def build_runs_table(frames: Frames) -> Table:

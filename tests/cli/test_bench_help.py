@@ -68,8 +68,8 @@ def test_help_has_groups_defaults_and_an_example(name: str) -> None:
     text = help_of("bench", name)
     for words in (
         f"dcpbench bench {name} --",
-        "What is run (comma lists)",
-        "How it is measured",
+        "Cases (comma-separated lists)",
+        "Measurement",
         "on the CPU.",
     ):
         assert words in text

@@ -388,7 +388,12 @@ def test_help_of_every_command_has_an_example(command: str) -> None:
 
 def test_help_states_groups_units_and_defaults() -> None:
     text = help_of("sweep")
-    for words in ("Layouts (comma lists)", "100GiB or 40GB", "Default: 8,32,48 on GPUs; 2,8 on the CPU.", "SECONDS"):
+    for words in (
+        "Layouts (comma-separated lists)",
+        "100GiB or 40GB",
+        "Default: 8,32,48 on GPUs; 2,8 on the CPU.",
+        "SECONDS",
+    ):
         assert words in text
 
 

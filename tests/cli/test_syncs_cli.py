@@ -310,7 +310,7 @@ class TestHelp:
         assert "dcpbench syncs " in text.partition("Usage:")[2].partition("dcpbench")[2]
         assert re.search(r"Exit codes: 0 \w+ ·.* 3 the trace cannot answer", text)
         if args[0] == "scan":
-            for words in ("What is allowed", "MICROSECONDS", "Default: none.", "[default: table]"):
+            for words in ("Allowed synchronisation", "MICROSECONDS", "Default: none.", "[default: table]"):
                 assert words in text
 
     @pytest.mark.parametrize("name", COMMANDS)

@@ -256,7 +256,7 @@ def test_record_has_the_number_of_client_processes(tmp_path: Path, capsys: pytes
     client = record.server.client
     assert client is not None
     assert client.processes == 2
-    assert "What the client took" in (tmp_path / "run" / "report" / "report.html").read_text()
+    assert "Overhead of the client" in (tmp_path / "run" / "report" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "65"])

@@ -398,7 +398,7 @@ def test_unreadable_dumps_are_listed_and_other_files_are_ignored(tmp_path: Path)
     found = find_cause(evidence.read_evidence([tmp_path]))
     assert (found.kind, found.ranks) == ("behind", [3])
     assert [Path(text.split()[0]).name for text in found.unread] == ["flight-5.json", "rank-2.txt", "rank-4.txt"]
-    assert found.why[-1] == "Of ranks 2 and 4-5 nothing is known."
+    assert found.why[-1] == "Nothing is known about ranks 2 and 4-5."
 
 
 def test_number_of_an_unreadable_dump_is_not_reported_as_a_rank(tmp_path: Path) -> None:

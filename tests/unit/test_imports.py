@@ -681,7 +681,7 @@ class TestReport:
             ["device", "NVIDIA H200"],
             ["device count", "8"],
         ]
-        assert "What stood behind the numbers" not in {table.title for table in tables}
+        assert "Measurement conditions" not in {table.title for table in tables}
         own = record_builder.write(tmp_path / "ours", [build.served(build.point(build.DCP))])
         both = [
             t for s in sections.build_sections(dataframes.load_frames([tmp_path / "run", own]), []) for t in s.tables

@@ -1,4 +1,4 @@
-"""Test the reading of options: comma lists, sizes, TOML and YAML files, and invalid input."""
+"""Test the reading of options: comma-separated lists, sizes, TOML and YAML files, and invalid input."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ NOTES = (
     "Device memory is not limited here, so waits of a caching allocator that runs out of it are not seen.",
     "Waits of operators were measured with torch 2.11 on an H200; other versions and GPUs may differ in detail.",
     "torch.compile is left out: compiled functions ran eagerly.",
-    "Of threads that started before the dry run, only operators on device tensors are seen.",
+    "In threads that started before the dry run, only operators on device tensors are seen.",
 )
 NOT_FOLLOWED = "Child processes are followed by the command `dcpbench syncs dry-run` only."
 ASSUMED = "Tensors made without a device were taken to be on the GPU; making them counts as no copy."

@@ -44,8 +44,8 @@ def _build_levels(report: Report) -> list[tuple[list[str], list[str], list[str]]
     errors = [format_annotation("error", f.message, "Hidden syncs") for f in verdict.findings if not f.fingerprint]
     unknown = [format_annotation("error", reason, "The trace cannot answer") for reason in verdict.reasons]
     warnings = [format_annotation("warning", reason, "Not all is known") for reason in verdict.reasons]
-    stale = [format_annotation("warning", text, "Of no use any more") for text in verdict.stale]
-    notices = [format_annotation("notice", note, "What this cannot show") for note in count_notes(report)]
+    stale = [format_annotation("warning", text, "No longer needed") for text in verdict.stale]
+    notices = [format_annotation("notice", note, "Not covered by this result") for note in count_notes(report)]
     return [
         ([*errors, *(unknown if verdict.status == "cannot answer" else [])], sites["error"], []),
         ([], sites["warning"], [*(warnings if verdict.status == "findings" else []), *stale]),

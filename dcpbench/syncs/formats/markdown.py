@@ -53,8 +53,8 @@ def render(report: Report) -> str:
         _render_totals(report),
         format_bullet_list((format_markdown_text(format_trace(trace)) for trace in report.traces), "Traces"),
         format_bullet_list(allowed, "Allowed"),
-        format_bullet_list((format_markdown_text(t) for t in report.verdict.stale), "Of no use any more"),
-        format_bullet_list(map(format_markdown_text, count_notes(report)), "What this cannot show"),
+        format_bullet_list((format_markdown_text(t) for t in report.verdict.stale), "No longer needed"),
+        format_bullet_list(map(format_markdown_text, count_notes(report)), "Not covered by this result"),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

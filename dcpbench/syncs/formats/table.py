@@ -184,7 +184,7 @@ def _render_coverage(report: Report) -> Iterator[RenderableType]:
     yield from (Text(format_trace(trace)) for trace in report.traces)
     found = count_notes(report)
     if found:
-        yield Text("What this cannot show:", style="bold")
+        yield Text("Not covered by this result:", style="bold")
     for note, count in found.items():
         some = f" ({count} of {len(report.traces)} traces)" if count < len(report.traces) else ""
         yield Text(f"  - {note}{some}")

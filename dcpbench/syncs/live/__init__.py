@@ -43,7 +43,7 @@ NOTES = (
     "Allocations that wait, such as cudaMalloc, cudaFree and cudaHostAlloc, are not seen.",
     "How long the host waited and what it cost the GPU is not measured; use a trace (dcpbench syncs run).",
 )
-OTHER_THREADS = "Of other threads, copies to and from pageable memory with non_blocking=True are not seen."
+OTHER_THREADS = "In other threads, copies to and from pageable memory with non_blocking=True are not seen."
 
 _lock = threading.Lock()
 _watches: tuple[Watch, ...] = ()
