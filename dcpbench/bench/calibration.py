@@ -98,7 +98,7 @@ def compute_prompt_ratios(files: Sequence[Path]) -> list[Prompts]:
         if one.engine is not None:
             raise UsageError(f"{file} has steps of {one.engine.engine}, not of dcpbench's engine; leave it out.")
         if one.is_blocking:
-            raise UsageError(f"{file} is of a CPU, whose times say nothing of GPUs; leave it out.")
+            raise UsageError(f"{file} was measured on a CPU, and CPU times say nothing about GPUs; leave it out.")
         if not others:
             lacks = (
                 "on the GPUs themselves"

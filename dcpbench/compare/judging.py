@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     Sampled = tuple[Record, Requests]  # a record with its step samples, and its requests
 
-CPU_REASON = "ran on a CPU, whose times say nothing about performance; --allow-cpu judges them all the same"
+CPU_REASON = "ran on a CPU, and CPU times say nothing about performance; --allow-cpu judges them all the same"
 NO_ENDS = "a forecast has no bounds for this metric; measure the layout to judge it"
 WITHIN_ENDS = "it lies within the ends of the forecast; measure the layout to judge it"
 NO_SAMPLES = "the records hold no samples, so nothing shows how this scatters; measure at least 4 launches of each side"

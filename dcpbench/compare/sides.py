@@ -225,6 +225,6 @@ def _check_one_each(sides: Sequence[dict[str, Side]], across: Sequence[str]) -> 
             points = {record.point.get_key_without_repeat() for _, records in found for record in records}
             if len(points) > 1:
                 raise UsageError(
-                    f"without {', '.join(across)} several points of {name} are the same one, so which of them "
-                    "to compare is not clear; measure one value of it on each side (perhaps with --no-baseline)."
+                    f"without {', '.join(across)} several points of {name} become the same point, so that it is unclear "
+                    "which one to compare; measure one value on each side (perhaps with --no-baseline)."
                 )

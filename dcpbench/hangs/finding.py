@@ -329,7 +329,7 @@ def _report_lost_signal(by_rank: Mapping[int, Rank], lost: Sequence[Wait]) -> Fi
     culprit = by_rank[who[0]]
     return Finding(
         kind="signal",
-        message=f"{_describe_ranks(who, 'has', 'have')} passed {one.description}, and no signal of it has come to {_describe_ranks(waiting)}, "
+        message=f"{_describe_ranks(who, 'has', 'have')} passed {one.description}, and none of its signals has reached {_describe_ranks(waiting)}, "
         f"where a kernel waits for it{_format_step_place(phase, layer)}; {_describe_ranks(who, 'is', 'are')} {_format_position(culprit)}",
         ranks=who,
         waiting=waiting,

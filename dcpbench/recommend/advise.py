@@ -512,9 +512,7 @@ def _select_records(query: Query, known: Evidence) -> tuple[list[tuple[Record, s
             if record.conditions and record.conditions.layers_held < record.conditions.layers:
                 held.add(run.name)
     notes = [
-        f"{run.name}: no point of it ran to its end."
-        for run in known.runs
-        if all(r.outcome != "ok" for r in run.records)
+        f"{run.name}: none of its points finished." for run in known.runs if all(r.outcome != "ok" for r in run.records)
     ]
     notes += [f"Left out: {format_count(n, 'record')} {why}." for why, n in left.items()]
     notes += [f"{name}: a part of the layers was held and used in turn." for name in sorted(held)]

@@ -73,7 +73,7 @@ def describe_bad_line(line: bytes, error: Exception) -> str:
     if isinstance(error, OtherVersionError):
         return str(error)
     if not line.lstrip().startswith(b"{"):
-        return "it is no record, as it is no JSON object"
+        return "it is no record, as it is not a JSON object"
     if option := UNKNOWN_OPTION.search(str(error)):
         return f"its point has the option `{option[1][:80]}`, which this version of dcpbench does not know"
     return "its brackets are nested too deep" if isinstance(error, RecursionError) else str(error)[:300]
@@ -85,21 +85,21 @@ def suggest_remedy(line: bytes, error: Exception) -> str:
         return "Not written by this version of dcpbench: read it with the version that wrote it."
     if not line.lstrip().startswith(b"{"):
         return (
-            "Name a run's folder, or its records.jsonl. Where it is one, take the line out, and measure its point again "
+            "Name a run's folder, or its records.jsonl. If it is one, remove the line, and measure its point again "
             "with --resume."
         )
     if isinstance(error, checksums.RewrittenError):
         return f"To read such lines, {WITHOUT_SUM}."
     if isinstance(error, checksums.DamageError | checksums.UnfinishedError):
         return (
-            "Put a copy of the file in its place, or take the line out, and measure its point again with --resume. Where "
+            "Put a copy of the file in its place, or remove the line, and measure its point again with --resume. Where "
             f"it was changed on purpose, {WITHOUT_SUM}."
         )
     if UNKNOWN_OPTION.search(str(error)):
-        return "Read it with a version that does, or take the line out."
+        return "Read it with a version that does, or remove the line."
     if not isinstance(error, msgspec.ValidationError):
-        return "Some of it was damaged: take the line out, and measure its point again with --resume."
-    return "Not written by this version of dcpbench; take the line out, and measure its point again."
+        return "The line is damaged: remove the line, and measure its point again with --resume."
+    return "Not written by this version of dcpbench; remove the line, and measure its point again."
 
 
 def is_record_line(line: bytes) -> bool:

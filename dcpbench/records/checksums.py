@@ -67,7 +67,7 @@ def check(line: bytes) -> bool:
     if begun and _has_valid_checksum(text):
         return True
     if ended or (begun and _TAIL.search(text)):
-        raise DamageError("its checksum (crc32) is not that of the line: some of it was damaged after it was written")
+        raise DamageError("its checksum (crc32) does not match: the line was damaged after it was written")
     if begun:
         raise UnfinishedError("its checksum (crc32) is missing or damaged, and so what else is may be")
     if _NAME in text and _KEY.search(text):

@@ -168,7 +168,7 @@ def _explain_unreadable_line(path: Path, number: int, line: bytes, error: Except
         return f"{where}{checks.explain_bad_line(line, error)}{f' To take it out, and keep a copy of the file: {mend}' if mend else ''}"
     if checks.is_record_line(line):
         return f"{where}{checks.explain_bad_line(line, error)}"
-    return f" is no file of records, as no line of it is one (line {number}: {checks.describe_bad_line(line, error)}); {NAME_A_RUN}"
+    return f" is not a records file, as none of its lines is a record (line {number}: {checks.describe_bad_line(line, error)}); {NAME_A_RUN}"
 
 
 def read_record_at(path: Path, offset: int) -> Record | None:

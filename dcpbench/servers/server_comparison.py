@@ -66,7 +66,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SettingResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting, and what became of it."""
+    """A setting and its result."""
 
     name: str
     reference: str = ""  # name of the setting that it is compared with; empty: it is compared with itself alone

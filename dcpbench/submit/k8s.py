@@ -238,7 +238,7 @@ class Queue:
             return make_end_state(f"{description} lost the pod of node {lost[0]} ({why})", lost=True)
         codes = sorted((*end, index) for index, pod in pods.items() if (end := _get_exit(pod)) and end[1])
         if not codes:
-            return make_end_state(f"{description} has failed ({reason}), and no command of it has ended")
+            return make_end_state(f"{description} has failed ({reason}), and none of its commands has ended")
         _, code, index = codes[0]
         if index and not self._has_shown_log:
             self._has_shown_log = True
@@ -359,7 +359,7 @@ def read_pod(path: Path) -> dict[str, Any]:
 
 
 def _find_non_json(value: object, place: str) -> str:
-    """Return what in a YAML document has no form in JSON, such as a date; empty if all of it has one."""
+    """Return the part of a YAML document that JSON cannot represent, such as a date; empty if there is none."""
     where = place or "the file"
     if isinstance(value, dict):
         if odd := next((key for key in value if not isinstance(key, str)), None):

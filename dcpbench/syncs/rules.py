@@ -26,7 +26,7 @@ SCALAR = Rule(
     "A tensor's value is read into Python",
     "`.item()`, `int(t)`, `if t:`, `range(t)` or a slice with a CUDA scalar copies one value to the host and waits "
     "for all work queued before it.",
-    "Take the value from a host-side mirror of it (lengths and counts are known where the batch was made), or keep "
+    "Read the value from a host-side copy (lengths and counts are known where the batch was made), or keep "
     "the decision on the GPU with torch.where or a masked kernel.",
 )
 SHAPE = Rule(

@@ -34,7 +34,7 @@ def format_status(state: State) -> str:
     if state.status == st.SILENT and state.now:
         return f"no sign of life for {silent}; dcpbench ends such a job after {format_duration(state.now.timeout_s)}"
     if state.status == st.ELSEWHERE:
-        return f"no process of it on this machine; last sign of life {silent} ago"
+        return f"no process of the run on this machine; last sign of life {silent} ago"
     if state.status == st.ENDED:
         return f"ended, {state.failed} failed" if state.failed else "ended"
     if state.status == st.STOPPED:

@@ -449,7 +449,7 @@ def test_calibrate_accepts_a_folder_with_benches_and_step_times(
             "can be held against nothing: measure step times of the same layout and load on the GPUs themselves",
         ),
         (["live", "other"], "can be held against nothing"),
-        (["cpu"], "is of a CPU, whose times say nothing of GPUs; leave it out."),
+        (["cpu"], "was measured on a CPU, and CPU times say nothing about GPUs; leave it out."),
         (["machine", "machine2"], "a machine's file cannot be combined with others; name one such file, or benches."),
         (["machine"], "machine.toml has no [calls] that were measured; name benches, or a file that has."),
     ],

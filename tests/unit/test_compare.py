@@ -219,7 +219,7 @@ class TestMatching:
 
     def test_ambiguous_and_unknown_across_fields_are_refused(self, tmp_path: Path) -> None:
         a = [build.ok(build.point(Layout(4, 1, 4), exchange=x)) for x in ("ag_rs", "symm")]
-        with pytest.raises(UsageError, match="several points of A are the same"):
+        with pytest.raises(UsageError, match="several points of A become the same point"):
             compare_records(tmp_path, a, a, across=("exchange",))
         with pytest.raises(UsageError, match="--across exchang: no point has that"):
             compare_records(tmp_path, a, a, across=("exchang",))

@@ -649,7 +649,7 @@ def test_rank_with_a_lost_signal_is_named_and_not_the_waiting_rank(tmp_path: Pat
     )
     assert (found.kind, found.ranks, found.waiting, found.phase, found.layer) == ("signal", [1], [0], "merge", 1)
     assert (found.collective, found.number) == ("merge of symm", 70)
-    assert "rank 1 has passed merge of symm, barrier 70, and no signal of it has come to rank 0" in found.message
+    assert "rank 1 has passed merge of symm, barrier 70, and none of its signals has reached rank 0" in found.message
 
 
 @pytest.mark.parametrize("norm", [2, 3])

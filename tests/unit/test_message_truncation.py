@@ -74,7 +74,7 @@ def describe_broken(record: Any) -> tuple[str, str]:
 
 CUTS: dict[str, tuple[str, Callable[[], str]]] = {
     "invalid line of a record file": (
-        f"{LONG[:300]}. Not written by this version of dcpbench; take the line out, and measure its point again.",
+        f"{LONG[:300]}. Not written by this version of dcpbench; remove the line, and measure its point again.",
         lambda: checks.explain_bad_line(b"{}", msgspec.ValidationError(LONG)),
     ),
     "unknown outcome": (

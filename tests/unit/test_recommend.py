@@ -695,7 +695,7 @@ def test_cpu_records_are_left_out_with_a_suggested_command() -> None:
     _, notes = advise._select_records(
         make_query("H200"), advise.Evidence(runs=[dataclasses.replace(run, records=[failed])])
     )
-    assert notes == [f"{run.name}: no point of it ran to its end."]
+    assert notes == [f"{run.name}: none of its points finished."]
 
 
 def make_query(machine: str) -> advise.Query:

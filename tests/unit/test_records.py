@@ -231,8 +231,8 @@ class TestChecksum:
         with pytest.raises(RecordsError) as raised:
             read_records(tmp_path)
         assert str(raised.value) == (
-            f"{path}, line 1: its checksum (crc32) is not that of the line: some of it was damaged after it was "
-            "written. Put a copy of the file in its place, or take the line out, and measure its point again with "
+            f"{path}, line 1: its checksum (crc32) does not match: the line was damaged after it was "
+            "written. Put a copy of the file in its place, or remove the line, and measure its point again with "
             "--resume. Where it was changed on purpose, take the checksums out, in its folder: "
             "jq -c 'del(.checked, .crc32)' records.jsonl > new.jsonl && mv new.jsonl records.jsonl. "
             f"To take it out, and keep a copy of the file: dcpbench records repair {path}"

@@ -227,7 +227,7 @@ class TestCommand:
         write_lines(folder, *make_lines(folder), b'{"schema_version":99}', b"{damaged")
         code, out, _ = run_records(capsys, "check", str(folder))
         assert code == 1
-        assert "Some of it was damaged" in out
+        assert "The line is damaged" in out
         words = shlex.split(out.rpartition(": ")[2])
         assert words[:3] == ["dcpbench", "records", "repair"]
         assert "line 4, strange: left unchanged (schema_version 99" in run_records(capsys, "repair", str(folder))[2]
@@ -275,11 +275,11 @@ class TestCommand:
         """Repair would find no record in such a file, whether JSON or not."""
         path = tmp_path / "file"
         path.write_bytes(data)
-        with pytest.raises(RecordsError, match=r"is no file of records.*; name the folder of a run") as raised:
+        with pytest.raises(RecordsError, match=r"is not a records file.*; name the folder of a run") as raised:
             read_records(path)
         assert "records repair" not in str(raised.value)
         code, out, err = run_records(capsys, "check", str(path))
-        assert (code, "repair" in out, "take the line out" in out, "holds no record" in err) == (2, False, False, True)
+        assert (code, "repair" in out, "remove the line" in out, "holds no record" in err) == (2, False, False, True)
 
     def test_repair_is_not_suggested_for_a_single_damaged_record(self, tmp_path: Path) -> None:
         """The error has other advice, as repair refuses a file without readable records."""
@@ -308,7 +308,7 @@ class TestCommand:
         assert code == 1
         assert len([line for line in out.splitlines() if line.startswith(f"{path}, line ")]) == MAX_FAULTS
         assert f"{path}: 4 more lines cannot be read (3 damaged, 1 strange); --json has all.\n" in out
-        assert out.count("take the line out") == out.count("read it with the version that wrote it") == 1
+        assert out.count("remove the line") == out.count("read it with the version that wrote it") == 1
         (found,) = json.loads(run_records(capsys, "check", str(tmp_path), "--json")[1])
         assert (len(found["faults"]), len(found["advice"])) == (len(damaged) + 1, 2)
 

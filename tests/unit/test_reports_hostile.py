@@ -176,7 +176,8 @@ def test_file_without_records_is_not_treated_as_cut_short(tmp_path: Path) -> Non
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("records.jsonl", "{}")
     with pytest.raises(
-        RecordsError, match=r"results\.zip is no file of records, as no line of it is one \(line 1: it is no record"
+        RecordsError,
+        match=r"results\.zip is not a records file, as none of its lines is a record \(line 1: it is no record",
     ):
         dataframes.load_frames([path])
 

@@ -97,7 +97,7 @@ class TestDryRun:
             "syncs_plugin_cases.py:16 in test_a_sync: A tensor's value is read into Python [[]SYNC001[]]*",
             ">    16 |     if lengths.sum() > 3:",
             "  why: *",
-            "  fix: Take the value from a host-side mirror of it*",
+            "  fix: Read the value from a host-side copy*",
         )
 
     def test_failure_message_is_printed_in_the_terminal(self, dry: PluginRun) -> None:
