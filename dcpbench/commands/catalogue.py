@@ -74,7 +74,7 @@ ENTRIES = (
     Entry(
         "bench",
         MEASURE,
-        "Measure single operators: time, share of this machine's limit, and correctness of each variant.",
+        "Measure single operators: time, share of the machine's maximum rate, and correctness of each variant.",
         is_group=True,
     ),
     Entry(
