@@ -52,7 +52,7 @@ ENTRIES = (
     Entry(
         "report",
         READ,
-        "Write the answer, tables, figures and one self-contained HTML page from the records of one or several runs.",
+        "Write a report of one or several runs: which layout to take, tables, figures and one self-contained HTML page.",
     ),
     Entry("show", READ, "Print the results of one or several runs as a table."),
     Entry("top", READ, "Watch a running sweep, serve, server or verify from another terminal."),
