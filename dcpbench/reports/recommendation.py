@@ -51,14 +51,10 @@ def format_recommendation(rows: pd.DataFrame, models: int) -> str:
 
 
 def format_conditions(rows: pd.DataFrame, *, of_layers: bool = True) -> str:
-    """Return `on 4 × H200 (replayed, not served live), `: the GPUs, and the conditions of all figures in brackets.
-
-    `of_layers`: with the layers that memory holds, if these are not all.
-    """
+    """Return `on 4 × H200 (replayed, not served live), `: the GPUs, and in brackets conditions, by default also of layers held."""
     devices = [n.removeprefix("NVIDIA ") for n in list_unique(rows["device"].dropna()) if n != UNKNOWN]
     sizes = sorted({int(n) for n in rows["gpus"] if not is_missing(n) and n})
-    found = [*_list_conditions(rows), *(format_no_fit_notes(rows) if of_layers else [])]
-    basis = f" ({'; '.join(found)})" if found else ""
+    basis = f" ({'; '.join(found)})" if (found := _list_conditions(rows, of_layers)) else ""
     if not sizes:
         return ""
     many = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,}–{sizes[-1]:,}"
@@ -72,12 +68,12 @@ def format_forecast(rows: pd.DataFrame) -> str:
     return "" if not emulated.any() else "a forecast" if emulated.all() else "partly a forecast"
 
 
-def _list_conditions(rows: pd.DataFrame) -> list[str]:
+def _list_conditions(rows: pd.DataFrame, of_layers: bool) -> list[str]:
     conditions = [emulated] if (emulated := format_forecast(rows)) else []
     replayed = rows["mode"].eq(REPLAY)
     if replayed.any():
         conditions.append("replayed, not served live" if replayed.all() else "partly replayed")
-    return conditions
+    return conditions + (format_no_fit_notes(rows) if of_layers else [])
 
 
 def format_no_fit_notes(rows: pd.DataFrame) -> list[str]:
