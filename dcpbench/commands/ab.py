@@ -45,7 +45,7 @@ RUNS = make_panel("Variants")
 class Variants(Group):
     """Hold the options that select the variants and the number of rounds."""
 
-    a: str = RUNS("Options of variant A, as one word in quotes.", default="", metavar="OPTIONS")
+    a: str = RUNS("Options of variant A, as one quoted string.", default="", metavar="OPTIONS")
     b: str = RUNS("Options of variant B.", default="", metavar="OPTIONS")
     both: str = RUNS(
         "Options of both. Baselines (dcp 1, tp alone) are left out, unless --baseline is among them.",

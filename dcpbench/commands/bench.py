@@ -11,7 +11,7 @@ app = typer.Typer(
     name="bench",
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Measure single operators: time, share of this machine's limit, and correctness of each variant.\n\nStart with: dcpbench bench attention",
+    help="Measure single operators: time, share of the machine's maximum rate, and correctness of each variant.\n\nStart with: dcpbench bench attention",
 )
 
 TITLE = "Cases (comma-separated lists)"

@@ -52,7 +52,7 @@ ENTRIES = (
     Entry(
         "report",
         READ,
-        "Write the answer, tables, figures and one self-contained HTML page from the records of one or several runs.",
+        "Write a report of one or several runs: which layout to take, tables, figures and one self-contained HTML page.",
     ),
     Entry("show", READ, "Print the results of one or several runs as a table."),
     Entry("top", READ, "Watch a running sweep, serve, server or verify from another terminal."),
@@ -74,7 +74,7 @@ ENTRIES = (
     Entry(
         "bench",
         MEASURE,
-        "Measure single operators: time, share of this machine's limit, and correctness of each variant.",
+        "Measure single operators: time, share of the machine's maximum rate, and correctness of each variant.",
         is_group=True,
     ),
     Entry(

@@ -85,7 +85,7 @@ class LayerOptions(Group):
     )
     collectives: Collectives | None = make_structured(HOW, Collectives)
     weights_dtype: str | None = HOW(
-        "Data type of the weights of linear layers and experts: bf16, or fp8 (e4m3 with a scale for each block of 128 × 128, as DeepSeek-V3 and Kimi-K2 are published). int4 runs only for models that are published with only the experts in int4 (Kimi-K2.6). Other int4 models, nvfp4 and mxfp4 are accepted only with --dry-run. On GPUs, only verify accepts fp16 and fp32. Default on GPUs: as the model is published; on the CPU: as --kv-dtype if it is given and not fp8, else fp32.",
+        "Data type of the weights of linear layers and experts: bf16, or fp8 (e4m3 with a scale for each block of 128 × 128, as DeepSeek-V3 and Kimi-K2 are published). int4 runs only for models that are published with int4 experts and no other int4 weights (Kimi-K2.6). Other int4 models, nvfp4 and mxfp4 are accepted only with --dry-run. On GPUs, only verify accepts fp16 and fp32. Default on GPUs: as the model is published; on the CPU: as --kv-dtype if it is given and not fp8, else fp32.",
         metavar="NAME,…",
     )
     kv_dtype: str | None = HOW(
@@ -125,7 +125,7 @@ class Run(Group):
     resume: bool = RESUME
     force: bool = FORCE
     dry_run: bool = OUTPUT(
-        "Only print the points with their memory per GPU, and the points that cannot run with the reason. --gpu plans for another machine.",
+        "Only print each point with its memory per GPU, or with the reason why it cannot run. --gpu plans for another machine.",
         default=False,
     )
     as_json: bool = JSON

@@ -96,7 +96,7 @@ def recommend(
         list[Path] | None,
         typer.Argument(
             metavar="RUN",
-            help="Runs, or folders of runs, with measured, replayed or emulated layouts, or files of step times.",
+            help="Folder of a run or of several runs, with measured, replayed or emulated layouts; or a file of step times.",
         ),
     ] = None,
     score: Annotated[
@@ -121,7 +121,7 @@ def recommend(
     """Recommend a layout, with its confidence and cost, and print how to start SGLang and vLLM in it.
 
     Layouts without a record are estimated: the minimum time of each step on the machine (its floor) is multiplied by the ratio of measured to minimum time of similar steps.
-    Exit codes: 0 success · 2 options or records that cannot be used · 3 no layout has an answer.
+    Exit codes: 0 success · 2 options or records that cannot be used · 3 no layout can be recommended.
 
     For example:
 

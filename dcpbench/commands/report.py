@@ -24,7 +24,7 @@ def report(
     ] = False,
     answer: opt.JoinedReportOptions,
 ) -> int:
-    """Write the answer, tables, figures and one self-contained HTML page from the records of one or several runs.
+    """Write a report of one or several runs: which layout to take, tables, figures and one self-contained HTML page.
 
     Example: dcpbench report runs/monday runs/tuesday --as-repeats --slo ttft=2000,itl=60 -o runs/report
     """

@@ -120,12 +120,12 @@ class Run(opt.Run):
         count="their number. Default: --tp.",
     )
     device: str = opt.MACHINES(
-        "cpu marks the points of a server on a CPU: their timings do not reflect GPU performance.",
+        "cpu: the server runs on a CPU. Its points are marked, as their timings do not reflect GPU performance.",
         default="auto",
         metavar="NAME",
     )
     dry_run: bool = opt.OUTPUT(
-        "Only print the points, the points that cannot run with the reason, and the commands of the servers.",
+        "Only print each point, or the reason why it cannot run, and the commands of the servers.",
         default=False,
     )
 
@@ -148,7 +148,7 @@ class Options(Group):
         metavar="COMMAND",
     )
     engine_args: str | None = SERVER(
-        "Further arguments of the engine's command, as one word in quotes, such as '--max-model-len 70000'.",
+        "Further arguments of the engine's command, as one quoted string, such as '--max-model-len 70000'.",
         metavar="ARGS",
     )
     weights: str | None = SERVER(
@@ -173,7 +173,7 @@ class Options(Group):
         metavar="JSON",
     )
     tokenizer: Path | None = CLIENT(
-        "Folder with the model's tokenizer.json, for servers that accept no token ids. Default: such servers get words as prompts and report their number of tokens.",
+        "Folder with the model's tokenizer.json, for servers that accept no token ids. Default: such servers get prompts of words, and report how many tokens these have.",
         metavar="FOLDER",
     )
     client: Client | None = make_structured(CLIENT, Client)

@@ -33,7 +33,7 @@ class Engines(Group):
         metavar="NAME",
     )
     engine_args: str | None = ENGINE(
-        "With --engine: further arguments of its command, as one word in quotes, such as '--max-model-len 140000'.",
+        "With --engine: further arguments of its command, as one quoted string, such as '--max-model-len 140000'.",
         metavar="ARGS",
     )
     rates: Path | None = ENGINE(
@@ -52,8 +52,8 @@ class LayerOptions(opt.LayerOptions):
 
     mtp: Mtp | None = opt.MTP
     kv_memory: str | None = opt.HOW(
-        "KV pool per GPU, such as 100GiB or 40GB. Default: all memory that the weights leave. If the GPUs "
-        "cannot hold all layers, each step repeats those that fit, and the default is the KV cache of the layout's largest point.",
+        "KV pool per GPU, such as 100GiB or 40GB. Default: all memory that the weights leave. If the GPUs cannot hold all "
+        "layers, each step repeats those that fit, and the default is the size that the layout's largest point needs.",
         metavar="SIZE",
     )
 

@@ -131,7 +131,7 @@ class RecordingOptions(Group):
 def scan(traces: Traces, gate: Gate, report: Report) -> int:
     r"""Find every place in traces of torch.profiler, or exports of nsys, where the host waits for the GPU.
 
-    Without --baseline, --max-per-step and --max-bubble-us each site is a finding, except sites that are allowed, sites of the profiler, sites that occur only before or in the first step, and calls that do not always block. A call that found the GPU idle is also a finding: "0 of 1 waited" means that there was nothing to wait for this time.
+    A site is a place in the code where the host waits. Without --baseline, --max-per-step and --max-bubble-us each site is a finding, unless it is allowed, belongs to the profiler, occurs only before or in the first step, or calls a function that does not always block. A call that found the GPU idle is also a finding: "0 of 1 waited" means that there was nothing to wait for this time.
 
     The table \[tool.dcpbench.syncs] of pyproject.toml can hold defaults of these options and a list of allowed sites; a comment `# dcpbench: allow-sync(reason)` allows its line or function.
 

@@ -85,7 +85,7 @@ class ServerOptions(Group):
         metavar="NAME[=FLAGS]",
     )
     engine_args: str | None = SERVERS(
-        "With --engine: further arguments of the engine's command, as one word in quotes, such as '--max-model-len 70000'.",
+        "With --engine: further arguments of the engine's command, as one quoted string, such as '--max-model-len 70000'.",
         metavar="ARGS",
     )
     weights: str | None = SERVERS(

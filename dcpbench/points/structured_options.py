@@ -98,7 +98,7 @@ class RequestFile(StructuredOption, frozen=True, kw_only=True):
         str | None,
         Key(
             "OURS:THEIRS/…",
-            "names of columns in another file, such as arrival:ts/input_tokens:prompt/output_tokens:gen; also hash_ids, session, delay.",
+            "names of columns in another file, such as arrival:ts/input_tokens:prompt; also output_tokens, hash_ids, session, delay.",
             "those of the format",
             "trace_columns",
         ),
@@ -152,7 +152,7 @@ class Disaggregate(StructuredOption, frozen=True, kw_only=True):
         tuple[str, ...] | None,
         Key(
             "P:D/…",
-            "P prefill instances and D decode instances (disaggregated prefill in vLLM, PD disaggregation in SGLang); 1P2D means 1:2. A single number N means N instances that do both. The baseline of P:D is P + D instances that do both.",
+            "P prefill instances and D decode instances (disaggregated prefill in vLLM, PD disaggregation in SGLang); 1P2D means 1:2. A single number N means N instances that both prefill and decode. The baseline of P:D is P + D of these.",
             "one instance that does both",
             "disaggregate",
         ),
@@ -350,7 +350,7 @@ class Timeout(StructuredOption, frozen=True, kw_only=True):
         Key(
             "N",
             "number of times that a hung or failed point is retried, after all other points. --resume skips a point "
-            "after N + 1 failures, but never after the first.",
+            "after N + 1 failures, and after at least two.",
         ),
     ] = 0
     load: Annotated[

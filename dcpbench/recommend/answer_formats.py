@@ -41,7 +41,7 @@ from dcpbench.reports.recommendation import format_taken
 from dcpbench.serving.gain_split import format_share
 from dcpbench.serving.load_words import format_lock_step_warning, format_varied_option, is_lock_step
 from dcpbench.show import numbers
-from dcpbench.show.model_fit import NO_FIT, format_no_fit, format_range
+from dcpbench.show.model_fit import format_no_fit, format_range
 from dcpbench.show.numbers import format_number, format_percent, format_ratio
 from dcpbench.show.text import format_capitalized, format_count, format_list
 
@@ -88,7 +88,7 @@ def format_answer(query: Query, choices: Sequence[Choice]) -> str:
         instead = choices[0].instead if refusal.kind != OTHER else []
         give = f"; give {format_list(instead, 'or')}" if instead else ""
         whole = all(one.kind == NO_WHOLE_MODEL for choice in choices for one in choice.refused.values())
-        why = f", as the {NO_FIT}" if whole else ""
+        why = ", as the whole model and KV cache do not fit" if whole else ""
         return f"No layout of {query.model} on {_format_gpus(query)} can be recommended{why}: {who}: {refusal.reason.rstrip('.')}{give}."
     runs = []
     for text, group in itertools.groupby(able, key=_format_choice):

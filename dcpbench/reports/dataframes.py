@@ -266,8 +266,10 @@ def _add_served_columns(table: pd.DataFrame) -> pd.DataFrame:
     table = table.assign(**{name: pd.to_numeric(table[name]) for name in METRIC if name in table})
     parts: dict[str, list[str]] = {}
     for name, form in VARIES.items():
-        shown = _find_printed(table, name).tolist()
+        shown = _find_printed(table, name)
         loads = table[f"load_{name}"].tolist()
+        if name == "requests" and _is_same_per_client(table[shown]):
+            continue
         values = [
             None if v == "" or is_missing(v) or not printed else v for v, printed in zip(loads, shown, strict=True)
         ]
@@ -288,6 +290,11 @@ def _add_served_columns(table: pd.DataFrame) -> pd.DataFrame:
     table = table.assign(rest=rest, rest_parts=rest_parts, load=join(arrival, rest), load_with_any_chunk=any_chunk)
     by = ("run", "model", "mode", "load_arrival", "input_typical", "rest", "load_request_rate", "concurrency")
     return _sort_table(table.copy(), *by)  # in one piece, as pandas wants wide tables
+
+
+def _is_same_per_client(table: pd.DataFrame) -> bool:
+    """Return True if the points are closed loops with as many requests for each client, which belong to one curve."""
+    return bool(table["load_arrival"].eq(CLOSED).all()) and len(set(table["load_requests"] / table["concurrency"])) == 1
 
 
 def _find_printed(table: pd.DataFrame, name: str) -> pd.Series[Any]:

@@ -353,7 +353,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
         ax.set_xlabel(format_axis_label(DECODE.label, ax.get_xscale()), fontsize=8)
     bottom, top = grid[0][0].get_ylim()
     grid[0][0].set_ylim(bottom, top + LINE_OF_WORDS * (top - bottom))
-    figure.supylabel("output over the best other layout", fontsize=10)
+    figure.supylabel("output relative to the best other layout", fontsize=10)
     _draw_overview_legend(figure, rows, style)
     return figure
 

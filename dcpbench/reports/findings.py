@@ -455,7 +455,7 @@ def format_repeats_sentence(apart: Sequence[float]) -> str:
     points = format_count(len(apart), "point")
     if wide:
         return f"Repeats differ by more than {within} at {wide} of {points} measured more than once."
-    where = "the one point" if len(apart) == 1 else f"all {points}"
+    where = {1: "the one point", 2: "both points"}.get(len(apart), f"all {points}")
     return f"Repeats agree within {format_percent(max(apart))} at {where} measured more than once."
 
 

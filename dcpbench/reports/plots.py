@@ -177,10 +177,12 @@ def _draw_engine_steps(read: Frames, studio: FigureWriter) -> None:
 
 
 def _draw_overview(read: Frames, studio: FigureWriter) -> None:
-    """Draw each layout over the best other one."""
+    """Draw each layout relative to the best other one."""
     draw = functools.partial(figures.draw_overview, lost=overview.select_rejected_for_memory(read))
     for mode, group, note in _sample_modes(read.findings.against_others):
-        title = f"Output of each layout over the best other one{'' if mode == 'decode' else f', {mode}'}{note}"
+        title = (
+            f"Output of each layout, relative to the best other layout{'' if mode == 'decode' else f', {mode}'}{note}"
+        )
         studio.add_figure(OVERVIEW, title, group, draw, figures.format_alt_overview(title, group))
 
 

@@ -37,21 +37,24 @@ NEEDED = (  # columns of `Findings.against_others` that a rule needs, in additio
 
 
 def format_recommendation(rows: pd.DataFrame, models: int) -> str:
-    """Return the answer: the GPUs, the conditions, which layout to use from which load on, and its lead.
+    """Return the answer: the GPUs, which layout to use from which load on, its lead, and the layers that memory holds.
 
     `models` is the number of models in the report; if no two layouts of some were compared, the others are named.
     """
     machines = [own for _, own in rows.groupby([rows["device"].map(str), "gpus"], sort=False)]
-    clauses = [f"{format_conditions(own)}{format_advice(own, models)}" for own in machines[:MAX_RULES]]
-    more = len(machines) - len(clauses)
-    return f"{'. '.join(map(format_capitalized, clauses))}{f'. {more:,} more numbers of GPUs are below' if more > 0 else ''}."
+    clauses: list[str] = []
+    for own in machines[:MAX_RULES]:
+        clauses += [f"{format_conditions(own, of_layers=False)}{format_advice(own, models)}", *format_no_fit_notes(own)]
+    more = len(machines) - MAX_RULES
+    clauses += [f"{more:,} more numbers of GPUs are below"] if more > 0 else []
+    return f"{'. '.join(map(format_capitalized, clauses))}."
 
 
-def format_conditions(rows: pd.DataFrame) -> str:
-    """Return `on 4 × H200 (replayed, not served live), `: the GPUs, and the conditions of all figures in brackets."""
+def format_conditions(rows: pd.DataFrame, *, of_layers: bool = True) -> str:
+    """Return `on 4 × H200 (replayed, not served live), `: the GPUs, and in brackets conditions, by default also of layers held."""
     devices = [n.removeprefix("NVIDIA ") for n in list_unique(rows["device"].dropna()) if n != UNKNOWN]
     sizes = sorted({int(n) for n in rows["gpus"] if not is_missing(n) and n})
-    basis = f" ({'; '.join(found)})" if (found := _list_conditions(rows)) else ""
+    basis = f" ({'; '.join(found)})" if (found := _list_conditions(rows, of_layers)) else ""
     if not sizes:
         return ""
     many = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,}–{sizes[-1]:,}"
@@ -65,19 +68,19 @@ def format_forecast(rows: pd.DataFrame) -> str:
     return "" if not emulated.any() else "a forecast" if emulated.all() else "partly a forecast"
 
 
-def _list_conditions(rows: pd.DataFrame) -> list[str]:
+def _list_conditions(rows: pd.DataFrame, of_layers: bool) -> list[str]:
     conditions = [emulated] if (emulated := format_forecast(rows)) else []
     replayed = rows["mode"].eq(REPLAY)
     if replayed.any():
         conditions.append("replayed, not served live" if replayed.all() else "partly replayed")
-    return conditions + format_no_fit_notes(rows)
+    return conditions + (format_no_fit_notes(rows) if of_layers else [])
 
 
 def format_no_fit_notes(rows: pd.DataFrame) -> list[str]:
-    """Return that whole models do not fit, an entry for each number of layers; empty if all layers were held everywhere.
+    """Return how many layers memory holds, an entry for each number of layers; empty if all layers were held everywhere.
 
-    Models are named unless all hold the same number: `…: 7 (DeepSeek-V3) and 3–4 (Kimi-K2) of 61 layers held and reused`,
-    and `…: 60 of Kimi-K2's 61 layers held and reused` if the other models are held whole.
+    Models are named unless all hold the same number: `GPU memory holds 7 (DeepSeek-V3) and 3–4 (Kimi-K2) of 61 layers, …`,
+    and `GPU memory holds 60 of Kimi-K2's 61 layers, …` if the other models are held whole.
     """
     cut = rows[rows["layers_held"].notna() & (rows["layers_held"] < rows["layers"])]
     counts = {
@@ -156,8 +159,9 @@ class Rule:
             leads = [_format_lead(heavy, self.then)]
         else:
             text = (
-                f"take {_format_taken_at(light, self.first)} up to {self._format_size(light.iloc[-1])} in flight, "
-                f"and {_format_taken_at(heavy, self.then)} {self._format_reach(heavy)}{self._format_named_loads(heavy)}"
+                f"take {_format_taken_at(light, self.first)} up to {self._format_size(light.iloc[-1])} in flight"
+                f"{self._format_named_loads(light, -1)}, and {_format_taken_at(heavy, self.then)} "
+                f"{self._format_reach(heavy)}{self._format_named_loads(heavy, 0)}"
             )
             leads = [_format_lead(light, self.first), _format_lead(heavy, self.then)]
         lead = ", and ".join(filter(None, leads))
@@ -196,11 +200,11 @@ class Rule:
             return f"from {least} on"
         return f"from {least} to {most}" if most != least else f"at {least}"
 
-    def _format_named_loads(self, heavy: pd.DataFrame) -> str:
-        """Return ` (32 requests of 32,000 or 8 of 128,000)`: the first loads of a rule that is based on tokens."""
+    def _format_named_loads(self, loads: pd.DataFrame, at: int) -> str:
+        """Return ` (32 requests of 32,000 or 8 of 128,000)`: the first or last loads (`at`) of a rule that is based on tokens."""
         if not self._by_tokens:
             return ""
-        rows = heavy[heavy["weight"] == heavy["weight"].iloc[0]].drop_duplicates(["concurrency", "input_typical"])
+        rows = loads[loads["weight"] == loads["weight"].iloc[at]].drop_duplicates(["concurrency", "input_typical"])
         pairs = [
             (int(n), f"{length:,.0f}") for n, length in zip(rows["concurrency"], rows["input_typical"], strict=True)
         ]

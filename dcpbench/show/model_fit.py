@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-NO_FIT = "whole model and KV cache do not fit"
-
 
 def format_no_fit(held: str, layers: str) -> str:
-    """Return `whole model and KV cache do not fit: 14 of 61 layers held and reused`."""
-    return f"{NO_FIT}: {held} of {layers} layers held and reused"
+    """Return `GPU memory holds 14 of 61 layers, which run repeatedly`."""
+    return f"GPU memory holds {held} of {layers} layers, which run repeatedly"
 
 
 def format_range(counts: list[int]) -> str:

@@ -22,7 +22,6 @@ from dcpbench.dashboard import data as data_files
 from dcpbench.dashboard.change_points import Change
 from dcpbench.errors import MissingPackageError, OutputError, RecordsError, UsageError
 from dcpbench.points.layout import Layout
-from dcpbench.show.model_fit import NO_FIT
 from tests.unit import dashboard_builder, record_builder, serve_record_builder
 
 if TYPE_CHECKING:
@@ -702,10 +701,10 @@ def test_index_states_how_many_layers_were_held_and_reused(tmp_path: Path) -> No
     site.build(tmp_path / "runs", tmp_path / "site", on_progress=lambda _: None)
     index = data(tmp_path / "site", "index")
     (how,) = index["words"]["how"]
-    assert how.split(" · ")[-1] == f"{NO_FIT}: 14 of 61 layers held and reused"
+    assert how.split(" · ")[-1] == "GPU memory holds 14 of 61 layers, which run repeatedly"
     assert index["lines"]["runs"] == [2]
-    ends = [headline.rpartition(", ")[2] for headline in index["runs"]["headline"]]
-    assert ends == [f"{NO_FIT}: {held} of 61 layers held and reused" for held in (19, 14)]
+    for held, headline in zip((19, 14), index["runs"]["headline"], strict=True):
+        assert headline.endswith(f", GPU memory holds {held} of 61 layers, which run repeatedly")
 
 
 def test_wrong_results_are_marked_and_never_in_a_headline(tmp_path: Path) -> None:

@@ -82,8 +82,8 @@ class TestLayersHeld:
         render = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render
         for held, expected in ((14, True), (61, False)):
             for data in render([self.with_layers_held(files.served(), held)]).files.values():
-                assert ("14 of 61 layers held and reused" in data.decode()) == expected
-                assert ("reused" in data.decode()) == expected
+                assert ("GPU memory holds 14 of 61 layers" in data.decode()) == expected
+                assert ("repeatedly" in data.decode()) == expected
 
     def test_tables_have_both_numbers(self) -> None:
         (row,) = csv_table.build_rows([self.with_layers_held(files.decoded(), 14)])
@@ -100,10 +100,7 @@ class TestLayersHeld:
 
     def test_fewest_layers_held_of_repeats_are_stated(self) -> None:
         both = [self.with_layers_held(files.decoded(), held).record for held in (14, 12)]
-        assert (
-            load_labels.describe_layers_held(both)
-            == "whole model and KV cache do not fit: 12 of 61 layers held and reused"
-        )
+        assert load_labels.describe_layers_held(both) == "GPU memory holds 12 of 61 layers, which run repeatedly"
         assert load_labels.describe_layers_held([record_builder.failed(record_builder.point(TP))]) == ""
 
 

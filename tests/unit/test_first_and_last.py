@@ -207,7 +207,7 @@ def test_markdown_fence_is_longer_than_any_in_its_text(text: str, fence: int) ->
 def test_conditions_have_the_range_of_gpu_counts(
     gpus: list[int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recommendation, "_list_conditions", lambda _: [])
+    monkeypatch.setattr(recommendation, "_list_conditions", lambda *_: [])
     assert (
         recommendation.format_conditions(pd.DataFrame({"device": ["NVIDIA H200"] * len(gpus), "gpus": gpus}))
         == expected

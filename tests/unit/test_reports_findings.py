@@ -410,7 +410,7 @@ def test_last_wave_is_named_if_only_it_left_clients_idle(change: dict[str, objec
         ([], "Every point was measured once, so the difference between repeats is unknown."),
         ([0.02], "Repeats agree within 2 % at the one point measured more than once."),
         ([0.021], "Repeats differ by more than 2 % at 1 of 1 point measured more than once."),
-        ([0.01, 0.02], "Repeats agree within 2 % at all 2 points measured more than once."),
+        ([0.01, 0.02], "Repeats agree within 2 % at both points measured more than once."),
         ([0.03, 0.02, 0.5], "Repeats differ by more than 2 % at 2 of 3 points measured more than once."),
     ],
 )

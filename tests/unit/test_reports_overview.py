@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 TP, DCP2, DCP, DP = Layout(4), Layout(4, 1, 2), Layout(4, 1, 4), Layout(4, 4)
-HELD = "On 4 × H200 (whole model and KV cache do not fit: 19 of 61 layers held and reused), "
+GPUS = "On 4 × H200, "
+HELD = "GPU memory holds 19 of 61 layers, which run repeatedly"
 AROUND_40 = (38, 39, 39.5, 40, 40.5, 41, 42)
 IMPORTED = "These figures are what the imported files measured: "
 
@@ -67,8 +68,8 @@ class TestWhichLayoutToTake:
     def test_rule_names_loads_gains_and_rivals(self, crossing: dataframes.Frames) -> None:
         """Loads of one length are ordered by their requests."""
         assert overview.format_answer(crossing) == (
-            f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, and tp4·dcp4 from 32 on: tp4 gives 25 % more output than "
-            "tp4·dcp4, and tp4·dcp4 gives 25 % more output than tp4. This choice is best or level in both loads."
+            f"{GPUS}take tp4 up to 8 requests of 4,000 tokens in flight, and tp4·dcp4 from 32 on: tp4 gives 25 % more output than "
+            f"tp4·dcp4, and tp4·dcp4 gives 25 % more output than tp4. This choice is best or level in both loads. {HELD}."
         )
 
     def test_rule_names_last_load_of_one_layout_and_first_of_the_next(self, tmp_path: Path) -> None:
@@ -76,8 +77,8 @@ class TestWhichLayoutToTake:
         loads = [(n, *((40, 50) if n < 20 else (50, 40))) for n in (4, 8, 16, 24, 32, 64)]
         records = [steps(layout, n, ms) for n, *both in loads for layout, ms in zip((TP, DCP), both, strict=True)]
         assert get_answer(tmp_path, *records) == (
-            f"{HELD}take tp4 up to 16 requests of 4,000 tokens in flight, and tp4·dcp4 from 24 on: tp4 gives up to 25 % more output than "
-            "tp4·dcp4, and tp4·dcp4 gives up to 25 % more output than tp4. This choice is best or level in all 6 loads."
+            f"{GPUS}take tp4 up to 16 requests of 4,000 tokens in flight, and tp4·dcp4 from 24 on: tp4 gives up to 25 % more output than "
+            f"tp4·dcp4, and tp4·dcp4 gives up to 25 % more output than tp4. This choice is best or level in all 6 loads. {HELD}."
         )
 
     def test_loads_of_several_lengths_are_ordered_by_tokens_in_flight(self, tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ class TestWhichLayoutToTake:
             for layout, ms in ((TP, 120), (DCP, 100))
         ]
         assert (
-            "take tp4 up to 32,000 tokens in flight, and tp4·dcp4 from 1.02 million on (32 requests of 32,000 or 8 of 128,000): tp4 gives "
+            "take tp4 up to 32,000 tokens in flight (8 requests of 4,000), and tp4·dcp4 from 1.02 million on (32 requests of 32,000 or 8 of 128,000): tp4 gives "
             "25 % more output than tp4·dcp4, and tp4·dcp4 gives up to 20 % more output than tp4. This choice is best or level in all 3 loads."
         ) in get_answer(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *heavy)
 
@@ -103,15 +104,15 @@ class TestWhichLayoutToTake:
             steps(DCP, 32, 44, context=9000),
         ]
         assert get_answer(tmp_path, *records) == (
-            f"{HELD}take tp4 at every load tried (8–32 requests of 4,000–9,000 tokens): tp4 gives up to 25 % more output than "
-            "tp4·dcp4. This choice is best or level in both loads."
+            f"{GPUS}take tp4 at every load tried (8–32 requests of 4,000–9,000 tokens): tp4 gives up to 25 % more output than "
+            f"tp4·dcp4. This choice is best or level in both loads. {HELD}."
         )
 
     def test_level_layouts_are_named_together_with_their_lead(self, tmp_path: Path) -> None:
         """tp4 and tp4·dcp4 give 200 tok/s, tp4·dp4·ep4 160."""
         assert get_answer(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 40), steps(DP, 8, 50)) == (
-            f"{HELD}take tp4 or tp4·dcp4, which are level, at 8 requests of 4,000 tokens: tp4 and tp4·dcp4 give 25 % more output than "
-            "tp4·dp4·ep4. Only this load was compared."
+            f"{GPUS}take tp4 or tp4·dcp4, which are level, at 8 requests of 4,000 tokens: tp4 and tp4·dcp4 give 25 % more output than "
+            f"tp4·dp4·ep4. Only this load was compared. {HELD}."
         )
 
     def test_variant_is_named_if_its_layout_ran_in_several(self, tmp_path: Path) -> None:
@@ -178,22 +179,19 @@ class TestWhichLayoutToTake:
         eight = [steps(Layout(8), 8, 30), steps(Layout(8, 1, 8), 8, 20)]
         text = get_answer(tmp_path, *four, *eight)
         assert text.startswith(
-            f"{HELD}take tp4 at 8 requests of 4,000 tokens: tp4 gives 25 % more output than tp4·dcp4. "
+            f"{GPUS}take tp4 at 8 requests of 4,000 tokens: tp4 gives 25 % more output than tp4·dcp4. "
         )
-        assert (
-            ". On 8 × H200 (whole model and KV cache do not fit: 19 of 61 layers held and reused), take tp8·dcp8 at 8 requests"
-            in text
-        )
+        assert f". {HELD}. On 8 × H200, take tp8·dcp8 at 8 requests" in text
 
     @pytest.mark.parametrize(
         ("held", "note"),
         [
-            ((19, 19), "whole model and KV cache do not fit: 19 of 61 layers held and reused"),
+            ((19, 19), "GPU memory holds 19 of 61 layers, which run repeatedly"),
             (
                 (7, 4),
-                "whole model and KV cache do not fit: 7 (DeepSeek-V3) and 4 (Kimi-K2) of 61 layers held and reused",
+                "GPU memory holds 7 (DeepSeek-V3) and 4 (Kimi-K2) of 61 layers, which run repeatedly",
             ),
-            ((61, 60), "whole model and KV cache do not fit: 60 of Kimi-K2's 61 layers held and reused"),
+            ((61, 60), "GPU memory holds 60 of Kimi-K2's 61 layers, which run repeatedly"),
         ],
     )
     def test_held_layers_are_named_for_their_models(self, tmp_path: Path, held: tuple[int, int], note: str) -> None:
@@ -205,14 +203,14 @@ class TestWhichLayoutToTake:
             if (record := steps(layout, 8, 40, model=model)).conditions
         ]
         frames = read(tmp_path, *records)
-        assert overview.format_answer(frames).startswith(f"On 4 × H200 ({note}), take ")
+        text = overview.format_answer(frames)
+        assert text.startswith(f"{GPUS}take ")
+        assert text.endswith(f". {note}.")
         assert "layers held" not in sections.build_sections(frames, [])[0].aside
 
     def test_replay_is_named_with_the_gpus(self, tmp_path: Path) -> None:
         records = [serve.served(serve.point(layout, changed={"mode": REPLAY})) for layout in (TP, DCP)]
-        assert get_answer(tmp_path, *records, itl=60).startswith(
-            "On 4 × H200 (replayed, not served live; whole model and KV cache do not fit: 19 of 61 layers held and reused), take tp4"
-        )
+        assert get_answer(tmp_path, *records, itl=60).startswith("On 4 × H200 (replayed, not served live), take tp4")
 
 
 class TestSlo:
@@ -223,17 +221,17 @@ class TestSlo:
         records = [steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 16, 70), steps(DCP, 16, 50)]
         records += [steps(TP, 32, 80), steps(DCP, 32, 55), steps(TP, 48, 90), steps(DCP, 48, 70)]
         assert get_answer(tmp_path, *records, itl=60) == (
-            f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, and tp4·dcp4 from 16 to 32: tp4 gives 25 % more output "
+            f"{GPUS}take tp4 up to 8 requests of 4,000 tokens in flight, and tp4·dcp4 from 16 to 32: tp4 gives 25 % more output "
             "than tp4·dcp4, and tp4·dcp4 is the only layout within the SLO there. This choice is best or level in all 3 loads within the SLO (ITL ≤ 60 ms); at "
-            "1 more load no layout meets it."
+            f"1 more load no layout meets it. {HELD}."
         )
 
     def test_nearest_layout_is_named_if_none_meets_the_slo(self, tmp_path: Path) -> None:
         assert get_answer(
             tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 32, 80), steps(DCP, 32, 90), itl=30
         ) == (
-            f"{HELD}no layout is to be taken: at any of 2 loads none is within the SLO (ITL ≤ 30 ms); nearest is tp4 at 8 "
-            "requests of 4,000 tokens (ITL p50 40.0 ms)."
+            f"{GPUS}no layout is to be taken: at any of 2 loads none is within the SLO (ITL ≤ 30 ms); nearest is tp4 at 8 "
+            f"requests of 4,000 tokens (ITL p50 40.0 ms). {HELD}."
         )
 
 
@@ -244,7 +242,7 @@ class TestNoAnswer:
         found = read(tmp_path, steps(TP, 8, 40))
         assert found.findings.against_others.empty
         assert overview.format_answer(found) == (
-            f"{HELD}only tp4 ran, so no layout can be recommended: at most 200 output tok/s, with tp4 at 8 "
+            f"On 4 × H200 ({HELD}), only tp4 ran, so no layout can be recommended: at most 200 output tok/s, with tp4 at 8 "
             "requests of 4,000 tokens."
         )
 
@@ -367,8 +365,8 @@ class TestNoAnswer:
         assert answer.format_top_sentences(found)[0] == (
             "CPU: 4 of 6 points are a functional run. No conclusion about performance can be drawn from their times."
         )
-        assert text.startswith(f"{HELD}take tp4 at 8 requests")
-        assert text.endswith(". 4 points ran on a CPU, so their times do not reflect GPU performance.")
+        assert text.startswith(f"{GPUS}take tp4 at 8 requests")
+        assert text.endswith(f". {HELD}. 4 points ran on a CPU, so their times do not reflect GPU performance.")
 
 
 class TestImports:
@@ -394,7 +392,7 @@ class TestImports:
         assert (
             ", in addition to 2 points of dcpbench. They are of one layout, so no layout can be recommended. " in text
         )
-        assert f" Of dcpbench's own points: {HELD}take tp4 at 8 requests of 4,000 tokens: tp4 gives 25 % more" in text
+        assert f" Of dcpbench's own points: {GPUS}take tp4 at 8 requests of 4,000 tokens: tp4 gives 25 % more" in text
 
     def test_title_names_the_source_of_imports(self, tmp_path: Path) -> None:
         import_files(

@@ -474,6 +474,15 @@ class TestLabels:
         read = loaded(tmp_path, *(exact(each, 100) for each in points))
         assert "closed 8 · 400 in · 40 out · chunk 1,024 · prefix cache off" in set(read.served["load"])
 
+    @pytest.mark.parametrize(("many", "labels"), [(96, {""}), (64, {" · 16 requests", " · 64 requests"})])
+    def test_closed_loops_with_as_many_requests_per_client_are_one_curve(
+        self, tmp_path: Path, many: int, labels: set[str]
+    ) -> None:
+        """8 clients send 16 requests, 2 each; 48 clients send 96, also 2 each, or 64."""
+        points = [build.point(TP, n, {"requests": requests}) for n, requests in ((8, 16), (48, many))]
+        read = loaded(tmp_path, *(exact(each, 100) for each in points))
+        assert set(read.served["rest"]) == {f"400 in · 40 out{label}" for label in labels}
+
     def test_labels_of_open_loops_contain_differing_concurrency(self, tmp_path: Path) -> None:
         """The same rate runs with 4 and with 8 requests at once; the label of a closed loop is unchanged."""
         rate = {"arrival": "gamma", "request_rate": 2.0, "paced": True}

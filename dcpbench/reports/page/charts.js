@@ -191,7 +191,7 @@ dcp.charts = (() => {
 
   /** Draw each layout over the best other one, the smallest load from which on DCP is ahead, and layouts that do not fit. */
   function overview(figure, points) {
-    const axis = "over the best other layout";
+    const axis = "relative to the best other";
     const kept = points.filter((p) => known(p.other_ratio));
     const compared = byRun(kept);
     const { panels, items: names, note } = overLoad({ ...figure, axis }, compared, [["other_ratio", "ratio"]]);

@@ -33,7 +33,7 @@ TITLES = {  # titles of the charts that the page draws instead of the pictures o
     "ttft": "Time to first token, p50 and p99",
     "itl": "Inter-token latency, p50 and p99",
     "frontier": "Throughput per GPU against speed per user",
-    "overview": "Output of each layout over the best other one",
+    "overview": "Output of each layout, relative to the best other layout",
     "break-even": "Output with DCP over that of the same layout without it",
     "kv": "KV cache capacity by layout",
     "phases": "Where a step's time goes",
