@@ -471,7 +471,7 @@ def test_only_help_of_dry_run_promises_the_waiting_line() -> None:
     """torch.profiler records only the first line of a function."""
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert "dry-run reports the exact line." in help_of("syncs")
-    assert "`dcpbench syncs dry-run -- python serve.py` prints lines that would wait" in readme
+    assert re.search(r"`dcpbench syncs dry-run -- [^`]+`[^.]* prints lines that would wait", readme)
     for command in ("scan", "run", "serve"):
         assert not re.search(r"(which|the) lines? that wait", help_of("syncs", command))
 
@@ -486,7 +486,7 @@ def test_ci_gate_examples_use_at_least_four_launches_per_side() -> None:
     """Fewer launches cannot decide a gate of 2 % (docs/statistics.md)."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     [line] = [line for line in readme.splitlines() if line.startswith("dcpbench compare") and "--fail-on" in line]
-    assert "at least four launches per side" in line
+    assert "at least four runs" in line
     workflow = (ROOT / "examples" / "compare.yml").read_text(encoding="utf-8")
     [rounds] = re.findall(r"for round in ([\d ]+);", workflow)
     assert len(rounds.split()) >= MIN_LAUNCHES
