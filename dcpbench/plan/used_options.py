@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.errors import UsageError
+from dcpbench.errors import UnusedOptionsError
 from dcpbench.points.axes import Role
 from dcpbench.points.names import ALL_REDUCES, format_flag
 from dcpbench.points.point import HOW, select_point_axes
@@ -33,7 +33,7 @@ def list_changed_options(options: Mapping[str, object]) -> frozenset[str]:
 def check_used(
     names: Collection[str], layouts: Iterable[tuple[int, int, int]], remedy: str = "Add for example --dcp 2"
 ) -> None:
-    """Raise UsageError for an option that has no effect in any of the layouts, given as (tp, dp, dcp).
+    """Raise UnusedOptionsError for an option that has no effect in any of the layouts, given as (tp, dp, dcp).
 
     `remedy`: how the command gets layouts with dcp.
     """
@@ -45,6 +45,7 @@ def check_used(
     why = f"--dcp > 1: no ranks share a KV cache. {remedy}"
     if listed[0] == ALL_REDUCE:
         why = "--tp above --dp: no sums are reduced over ranks. Raise --tp"
-    raise UsageError(
-        f"{format_list(list(map(format_flag, listed)))} without a layout with {why}, or leave {'it' if len(listed) == 1 else 'them'} out."
+    flags = [format_flag(name) for name in listed]
+    raise UnusedOptionsError(
+        f"{format_list(flags)} without a layout with {why}, or leave {'it' if len(flags) == 1 else 'them'} out.", flags
     )
