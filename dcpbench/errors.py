@@ -76,6 +76,11 @@ class UnusedOptionsError(UsageError):
 class LayoutError(UsageError):
     """Report degrees that do not divide each other or the model; the message lists valid ones."""
 
+    def __init__(self, message: str, problem: str = "") -> None:
+        """Keep the problem alone, without the degrees to use instead."""
+        super().__init__(message)
+        self.problem = problem or message
+
 
 class ModelError(UsageError):
     """Report a model name, config.json or checkpoint that cannot be used."""
