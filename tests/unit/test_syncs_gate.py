@@ -539,4 +539,4 @@ def test_source_file_of_more_than_4_mib_is_not_read(size: int, read: bool, tmp_p
 def test_lines_of_a_compound_statement_exclude_its_body(line: int, lines: tuple[int, int]) -> None:
     """The text has a condition over two lines, its body, a body on its own line, and a call over three lines."""
     text = "a = 1\nif (a\n    and a):\n    b = 2\nfor x in y:\n    pass\nf(\n    a,\n)\nif a: b\n"
-    assert comments._find_statement(ast.parse(text), line) == lines
+    assert comments._Source({}, set(), ast.parse(text)).statements[line] == lines
