@@ -2,6 +2,7 @@
 
     DcpbenchError            1  something failed that is not the user's input
     ├── UsageError           2  options or input that cannot work
+    │   ├── UnusedOptionsError 2  options that have no effect next to the others
     │   ├── LayoutError      2  degrees that do not divide, or a layout the model cannot take
     │   ├── ModelError       2  a config.json or checkpoint that cannot be used
     │   ├── OutputError      2  an output folder that cannot or must not be written
@@ -17,6 +18,7 @@
 `ExitCode` declares the exit codes of all commands, and EXIT_CODES their meanings.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 
@@ -62,8 +64,22 @@ class UsageError(DcpbenchError):
     exit_code = ExitCode.USAGE
 
 
+class UnusedOptionsError(UsageError):
+    """Report options that have no effect next to the others; the message names what gives them one."""
+
+    def __init__(self, message: str, options: Sequence[str] = ()) -> None:
+        """Keep the options, each as `--exchange` or as a key such as `--page-size interleave`."""
+        super().__init__(message)
+        self.options = tuple(options)
+
+
 class LayoutError(UsageError):
     """Report degrees that do not divide each other or the model; the message lists valid ones."""
+
+    def __init__(self, message: str, problem: str = "") -> None:
+        """Keep the problem alone, without the degrees to use instead."""
+        super().__init__(message)
+        self.problem = problem or message
 
 
 class ModelError(UsageError):

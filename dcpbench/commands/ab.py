@@ -9,21 +9,22 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.caller import Caller, Part
 from dcpbench.commands.command import PARSER_ERROR, Command, Group, load_command, make_panel, run_command
 from dcpbench.commands.compare import JudgementOptions, OutputOptions
 from dcpbench.commands.elsewhere import REAL_SERVERS
-from dcpbench.errors import DcpbenchError, ExitCode, OutputError, UsageError
-from dcpbench.plan.command_line import hide_headers
+from dcpbench.errors import DcpbenchError, ExitCode, OutputError, UnusedOptionsError, UsageError
+from dcpbench.plan.command_line import hide_headers, remove_settings
 from dcpbench.points import redaction
 from dcpbench.points.names import format_flag
 from dcpbench.records.disks import convert_output_errors
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.show.numbers import format_duration
 from dcpbench.show.terminal import print_stderr
-from dcpbench.show.text import format_count
+from dcpbench.show.text import format_count, format_list
 from dcpbench.show.whole_files import write_file
 
 STATE_FILE = "ab.json"
@@ -91,6 +92,18 @@ class State:
     done: dict[str, int] = dataclasses.field(default_factory=dict)  # exit codes by ended launch, such as `a/round-1`
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Hold what the dry run of a variant states."""
+
+    arguments: list[str]
+    unused: tuple[str, ...] = ()  # options of --both that have no effect here, but on the other side, and are left out
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # points, as --json prints them
+    notes: list[str] = dataclasses.field(default_factory=list)
+    devices: set[str] = dataclasses.field(default_factory=set)
+    error: DcpbenchError | None = None  # why it cannot run
+
+
 def ab(variants: Variants, judged: RoundsJudgementOptions, launches: LaunchOptions, shown: RoundsOutputOptions) -> int:
     """Alternate between two variants on this machine, so that drift affects both equally, and compare them round by round.
 
@@ -120,15 +133,21 @@ def ab(variants: Variants, judged: RoundsJudgementOptions, launches: LaunchOptio
     _check_given(variants)
     if sides["a"] == sides["b"]:
         print_stderr("A and B are the same: this shows what differs between launches of one variant.")
-    if launches.dry_run:
-        return (_print_plan_json if out.as_json else _print_plan)(variants, sides, command)
-    if variants.workload != "server" and any(_has_option(arguments, ["--gpu"]) for arguments in sides.values()):
+    if (
+        not launches.dry_run
+        and variants.workload != "server"
+        and any(_has_option(arguments, ["--gpu"]) for arguments in sides.values())
+    ):
         raise UsageError("--gpu plans for a machine that is not this one; add --dry-run to ab, or leave --gpu out.")
+    plans = _make_plans(variants, sides, command)
+    sides = {side: plan.arguments for side, plan in plans.items()}
+    if launches.dry_run:
+        return _print_plan_json(variants, plans) if out.as_json else _print_plan(variants, plans, command)
     folder = launches.output or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-ab-{variants.workload}"
     with folders.lock_folder(folder):
         kept = {side: hide_headers(arguments) for side, arguments in sides.items()}
         state = _load_state(folder, launches, State(workload=variants.workload, a=kept["a"], b=kept["b"]))
-        _print_start(folder, sides, variants, command, allow_cpu=judged.allow_cpu)
+        _print_start(folder, plans, variants, allow_cpu=judged.allow_cpu)
         code = _launch_all(folder, state, sides, variants.rounds, command, force=launches.force)
         try:
             rounds = (f"round-{n}" for n in range(1, variants.rounds + 1))
@@ -314,61 +333,90 @@ def _write_state(folder: Path, state: State) -> None:
         write_file(folder / STATE_FILE, text + b"\n")
 
 
-def _print_plan(variants: Variants, sides: Mapping[str, list[str]], command: Command) -> int:
-    for side, arguments in sides.items():
-        print_stderr(_format_side(side, arguments, variants))
-        if code := run_command(command, [*arguments, "--dry-run"]):
+def _make_plans(variants: Variants, sides: Mapping[str, list[str]], command: Command) -> dict[str, Plan]:
+    """Return the plans of both sides. An option of --both that has no effect on one side alone is left out there."""
+    plans = {side: _make_plan(arguments, shlex.split(variants.both), command) for side, arguments in sides.items()}
+    if set(plans["a"].unused) & set(plans["b"].unused):  # the error that names them
+        return {side: _make_plan(arguments, (), command) for side, arguments in sides.items()}
+    return plans
+
+
+def _make_plan(arguments: list[str], both: Sequence[str], command: Command) -> Plan:
+    """Return the plan of a side, without those of the options in `both` that have no effect on it."""
+    unused: list[str] = []
+    while True:
+        plan, notes, part = io.StringIO(), io.StringIO(), Part()
+        try:
+            with contextlib.redirect_stdout(plan), contextlib.redirect_stderr(notes):
+                run_command(command, [*arguments, "--dry-run", "--json"], caller=Caller(part=part))
+        except DcpbenchError as e:
+            flags = e.options if isinstance(e, UnusedOptionsError) else ()
+            shared = [flag for flag in flags if remove_settings(both, [flag]) != list(both)]
+            if shared:
+                arguments, both = remove_settings(arguments, shared), remove_settings(both, shared)
+                unused += shared
+                continue
+            return Plan(arguments=arguments, unused=tuple(unused), error=e)
+        return Plan(
+            arguments=arguments,
+            unused=tuple(unused),
+            rows=json.loads(plan.getvalue()),
+            notes=notes.getvalue().splitlines(),
+            devices=part.devices,
+        )
+
+
+def _check_plans(plans: Mapping[str, Plan]) -> None:
+    """Raise the error of a variant that cannot run, with its side and its options."""
+    for side, plan in plans.items():
+        if plan.error is not None:
+            raise type(plan.error)(f"--{side} {redaction.format_command_line(plan.arguments)!r}: {plan.error}")
+
+
+def _print_plan(variants: Variants, plans: Mapping[str, Plan], command: Command) -> int:
+    for side, plan in plans.items():
+        print_stderr("\n".join(_format_side(side, plan, variants)))
+        if code := run_command(command, [*plan.arguments, "--dry-run"]):
             return code
     turns = " ".join("".join(get_order(n)).upper() for n in range(1, min(variants.rounds, 10) + 1))
     print_stderr(f"{format_count(variants.rounds, 'round')}: {turns}{' …' if variants.rounds > 10 else ''}")  # noqa: PLR2004 -- as many as are shown
     return 0
 
 
-def _print_plan_json(variants: Variants, sides: Mapping[str, list[str]], command: Command) -> int:
+def _print_plan_json(variants: Variants, plans: Mapping[str, Plan]) -> int:
     """Print the plan as JSON: the arguments and points of each variant, and the order of launches."""
     from dcpbench.commands.point_runner import print_json
 
-    found: dict[str, object] = {}
-    for side, arguments in sides.items():
-        plan = io.StringIO()
-        with contextlib.redirect_stdout(plan):
-            if code := run_command(command, [*arguments, "--dry-run", "--json"]):
-                return code
-        found[side] = {
-            "arguments": [variants.workload, *hide_headers(arguments)],
-            "points": json.loads(plan.getvalue()),
+    _check_plans(plans)
+    found: dict[str, object] = {
+        side: {
+            "arguments": [variants.workload, *hide_headers(plan.arguments)],
+            "left_out": plan.unused,
+            "points": plan.rows,
         }
+        for side, plan in plans.items()
+    }
     launches = [side for n in range(1, variants.rounds + 1) for side in get_order(n)]
     print_json(found | {"rounds": variants.rounds, "launches": launches})
     return 0
 
 
-def _print_start(
-    folder: Path, sides: Mapping[str, list[str]], variants: Variants, command: Command, *, allow_cpu: bool
-) -> None:
+def _print_start(folder: Path, plans: Mapping[str, Plan], variants: Variants, *, allow_cpu: bool) -> None:
     """Print once what all launches run, as their own dry runs state it, and a note if they run on a CPU.
 
     Raise the error of a variant's options before any variant is launched.
     """
     from dcpbench.launch.progress import CPU_NOTE, format_rejected
 
+    _check_plans(plans)
     lines: list[str] = []
-    devices: set[str] = set()
-    for side, arguments in sides.items():
-        plan, notes, part = io.StringIO(), io.StringIO(), Part()
-        try:
-            with contextlib.redirect_stdout(plan), contextlib.redirect_stderr(notes):
-                run_command(command, [*arguments, "--dry-run", "--json"], caller=Caller(part=part))
-        except DcpbenchError as e:
-            raise type(e)(f"--{side} {redaction.format_command_line(arguments)!r}: {e}") from e
-        rows = json.loads(plan.getvalue())
-        devices |= part.devices
-        lines.append(
-            f"{_format_side(side, arguments, variants)}  ({format_count(sum(not r['reason'] for r in rows), 'point')})"
-        )
-        lines += [f"   cannot run: {line}" for line in format_rejected(rows)]
-        lines += [f"   {note}" for note in notes.getvalue().splitlines()]
-    if "cpu" in devices:
+    for side, plan in plans.items():
+        head, *left_out = _format_side(side, plan, variants)
+        lines.append(f"{head}  ({format_count(sum(not row['reason'] for row in plan.rows), 'point')})")
+        lines += left_out
+        lines += [f"   cannot run: {line}" for line in format_rejected(plan.rows)]
+        lines += [f"   {note}" for note in plan.notes]
+    if any("cpu" in plan.devices for plan in plans.values()):
         judged = "" if allow_cpu else "; all of them will be UNDECIDED (--allow-cpu judges them all the same)"
         print_stderr(CPU_NOTE + judged)
     for line in lines:
@@ -376,8 +424,11 @@ def _print_start(
     print_stderr(f"{format_count(variants.rounds, 'round')} of A and B in turn. Output: {folder}")
 
 
-def _format_side(side: str, arguments: Sequence[str], variants: Variants) -> str:
-    return f"{side.upper()}: dcpbench {variants.workload} {redaction.format_command_line(hide_headers(arguments))}"
+def _format_side(side: str, plan: Plan, variants: Variants) -> list[str]:
+    """Return the command of a side, and a line about the options of --both that it lacks."""
+    command = redaction.format_command_line(hide_headers(plan.arguments))
+    left_out = f"   {format_list(plan.unused)} of --both: left out, without effect on {side.upper()}"
+    return [f"{side.upper()}: dcpbench {variants.workload} {command}", *([left_out] if plan.unused else [])]
 
 
 def _format_resume(folder: Path) -> str:

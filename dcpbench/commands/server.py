@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, collect_typed, list_changed, make_panel, make_structured
 from dcpbench.commands.load_options import FIND, SLO, Requests, print_load_notes, take_bounds
-from dcpbench.errors import UsageError
+from dcpbench.errors import UnusedOptionsError, UsageError
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import ENGINE_POLICIES, LIVE, MODES, REPLAY, format_flag
 from dcpbench.points.structured_options import Client, Find, Gpu, Prefill, Timeout
@@ -245,13 +245,15 @@ def _check_replay(replays: Replays, options: Options, given: dict[str, object]) 
     }
     named = [name for name, value in typed.items() if value is not None]
     if named and REPLAY not in modes:
-        raise UsageError(f"{named[0]} is for replays; add --mode replay, or leave it out.")
+        raise UnusedOptionsError(f"{named[0]} is for replays; add --mode replay, or leave it out.", named)
     if replays.step_times is not None and set(modes) != {REPLAY}:
         raise UsageError(
             "--step-times are replayed without a server; use --mode replay alone, or leave --step-times out."
         )
     if options.traces is not None and LIVE not in modes:
-        raise UsageError("--traces is for loads that are sent; add --mode live,replay, or leave it out.")
+        raise UnusedOptionsError(
+            "--traces is for loads that are sent; add --mode live,replay, or leave it out.", ["--traces"]
+        )
     if replays.policy is not None:
         check_known("policy", replays.policy, ENGINE_POLICIES)
     if replays.token_budget is not None:

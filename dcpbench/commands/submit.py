@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import shlex
@@ -14,16 +15,17 @@ import typer
 
 from dcpbench.commands import elsewhere
 from dcpbench.commands.command import PARSER_ERROR, Group, load_command, make_panel, register_command
-from dcpbench.errors import CapacityError, OutputError, UsageError
+from dcpbench.errors import CapacityError, DcpbenchError, OutputError, UsageError
 from dcpbench.plan.command_line import remove_options
 from dcpbench.points import redaction
-from dcpbench.points.names import format_flag
+from dcpbench.points.names import MOE_TP, format_flag
 from dcpbench.show.terminal import print_stderr
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.submit.follow import Queue, State
     from dcpbench.submit.submission import JobSpec, SubmittedJob
 
@@ -458,8 +460,10 @@ def _check_command(name: str, typed: Mapping[str, Any], given: set[str], job: Jo
     if job.nodes > 1 and "nodes" not in typed:
         raise UsageError(f"{name} runs on one machine; leave --nodes {job.nodes} out.")
     if job.nodes > 1 and not typed.get("tp") and not typed.get("config"):
-        total = job.nodes * (job.gpus_per_node or 1)
-        raise UsageError(f"--nodes {job.nodes} needs --tp; add for example --tp {total} behind --.")
+        example = _find_largest_tp(typed, job, job.nodes * (job.gpus_per_node or 1))
+        raise UsageError(
+            f"--nodes {job.nodes} needs --tp; add {f'for example --tp {example}' if example else 'it'} behind --."
+        )
     _check_tp(typed, job)
 
 
@@ -471,8 +475,22 @@ def _check_tp(typed: Mapping[str, Any], job: Job) -> None:
         if tp > there and not typed.get("emulate") and typed.get("device") != "cpu":
             raise CapacityError(
                 f"--tp {tp} takes {tp} GPUs, and --nodes {job.nodes} with --gpus-per-node {job.gpus_per_node} have {there}; "
-                f"ask for more, or take --tp {there}."
+                f"ask for more{f', or take --tp {smaller}' if (smaller := _find_largest_tp(typed, job, there)) else ''}."
             )
+
+
+def _find_largest_tp(typed: Mapping[str, Any], job: Job, gpus: int) -> int:
+    """Return the largest tp up to a number of GPUs that divides over the nodes and that the models can have; 0 if there is none."""
+    from dcpbench.models import load_shape
+    from dcpbench.points.layout import list_valid_layouts
+
+    shapes: list[ModelShape | None] = [None]  # of a model that only the machines of the job have
+    for name in str(typed.get("model") or "deepseek-v3").split(","):
+        with contextlib.suppress(DcpbenchError):
+            shapes.append(load_shape(name.strip()))
+    ep = str(typed.get("ep") or MOE_TP).split(",")[0]
+    tps = range(gpus - gpus % job.nodes, 0, -job.nodes)
+    return next((tp for tp in tps if all(list_valid_layouts(shape, tp, ep) for shape in shapes)), 0)
 
 
 def _parse_tps(typed: Mapping[str, Any]) -> list[int]:

@@ -105,7 +105,9 @@ def _check_options(engines: Engines, given: Mapping[str, object], run: RunOnMach
     """Raise UsageError for options that only dcpbench's own engine has, and for invalid times."""
     check_options(given, TAKEN, "--engine")
     if given.get("baseline"):
-        raise UsageError("--baseline adds no layouts with --engine; name the degrees, for example --dcp 1,2.")
+        most = max(layout.attn_tp for layout in parse_layouts({k: v for k, v in given.items() if k in ("tp", "dp")}))
+        instead = f"name the degrees, for example --dcp 1,{most}" if most > 1 else "leave it out"
+        raise UsageError(f"--baseline adds no layouts with --engine; {instead}.")
     machine = {"--gpu": run.gpu, "--timeout point": run.limits.point, "--nodes": run.nodes}
     machine |= {"--timeout retries": run.limits.retries or None}
     if wrong := [name for name, value in machine.items() if value is not None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import TYPE_CHECKING, cast
@@ -13,11 +14,11 @@ from dcpbench.errors import DcpbenchError, InsufficientMemoryError, UsageError
 from dcpbench.models import get_published_precision, load_shape
 from dcpbench.plan import validate
 from dcpbench.plan.spec import check_same_sizes, resolve_compute_dtype
-from dcpbench.plan.used_options import WITHOUT_EXCHANGE, check_used, get_idle_fields
+from dcpbench.plan.used_options import WITHOUT_EXCHANGE, check_used, get_idle_fields, list_layouts, suggest_degrees
 from dcpbench.plan.validate import Machine, check_runnable
 from dcpbench.points.axes import Role
 from dcpbench.points.budget import EnginePlan, find_engine_plan, plan_engines
-from dcpbench.points.layout import DEGREES, OUTER_DEGREES, place_experts
+from dcpbench.points.layout import DEGREES, MAX_SUGGESTED, OUTER_DEGREES, place_experts
 from dcpbench.points.names import (
     AS_COMPUTED,
     AS_PUBLISHED,
@@ -77,7 +78,7 @@ def expand_grid(
     `argv`: command and arguments that errors repeat with other options.
     """
     found = _expand_spec(spec, Machine(probe=probe, nnodes=nnodes, submitted=submitted, argv=tuple(argv)))
-    check_used(spec.typed, ((c.point.tp, c.point.dp, c.point.dcp) for c in found))
+    _check_used(spec, [c.point for c in found], probe, nnodes)
     return found
 
 
@@ -91,8 +92,26 @@ def expand_layouts(
     for x in layouts:
         one = dataclasses.replace(spec, tp=(x.tp,), dp=(x.dp,), dcp=(x.dcp,), baseline=False)
         found.update({c.point.get_key(): c for c in _expand_spec(one, machine)})
-    check_used(spec.typed, ((x.tp, x.dp, x.dcp) for x in layouts))
+    _check_used(spec, [c.point for c in found.values()], probe)
     return sorted(found.values(), key=lambda c: _get_sort_key(c.point, spec))
+
+
+def _check_used(spec: SweepSpec, points: Sequence[Point], probe: Probe, nnodes: int = 1) -> None:
+    """Raise UnusedOptionsError for an option that no point uses, with degrees that its model and these GPUs can have instead."""
+    ranks = probe.count * nnodes
+    if probe.device == "cpu" or any(spec.how["emulate"]) or spec.settings.step_times:
+        ranks = MAX_SUGGESTED
+    check_used(
+        spec.typed,
+        [(p.tp, p.dp, p.dcp) for p in points],
+        functools.partial(
+            suggest_degrees,
+            list_layouts(points),
+            shapes=[load_shape(model) for model in spec.model],
+            ep=str(spec.how["ep"][0]),
+            max_ranks=ranks,
+        ),
+    )
 
 
 def require_runnable(candidates: Sequence[Candidate], *, listed_above: bool = False) -> None:

@@ -13,11 +13,11 @@ import msgspec
 
 from dcpbench.models.weight_formats import DENSE, EXPERTS, Q_B, QKV, SHARED, O
 from dcpbench.points.budget import ITEMSIZE
-from dcpbench.points.layout import DEGREES, Layout, iter_smaller_layouts, list_valid_layouts
+from dcpbench.points.layout import DEGREES, iter_smaller_layouts
 from dcpbench.points.names import FP8, MOE_EP, MOE_TP
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from dcpbench.models.shapes import ModelShape
     from dcpbench.models.weight_formats import WeightFormat
@@ -43,7 +43,9 @@ class KernelLimit:
         """Return the message of `sweep`, `serve` and `verify`."""
         if self.smaller:
             options = " ".join(f"--{name} {degree}" for name, degree in self.smaller.items())
-            return f"{self.given}: {self.reason}; use {options}, the largest that cuts none, or {self.change}."
+            return (
+                f"{self.given}: {self.reason}; use {options}, the largest layout without this limit, or {self.change}."
+            )
         return f"{self.given}: {self.reason}; use {self.change}."
 
     def format_for_recommend(self) -> str:
@@ -66,23 +68,24 @@ def find_split_block(point: Point, shape: ModelShape) -> KernelLimit | None:
     if found is None:
         return None
     part, size, block = found
-    layouts = (
-        x
-        for x in iter_smaller_layouts(shape, point.tp - 1, point.layout, point.ep)
-        if _find_split_part(msgspec.structs.replace(point, tp=x.tp, dp=x.dp, dcp=x.dcp), shape, weights) is None
-    )
-    smaller = next(layouts, None)
-    degrees = {} if smaller is None else {name: getattr(smaller, name) for name in DEGREES}
     parallel = msgspec.structs.replace(point, ep=MOE_EP)
-    valid = Layout(point.tp, point.dp, point.dcp) in list_valid_layouts(shape, point.tp, MOE_EP)
-    whole = point.ep == MOE_TP and valid and _find_split_part(parallel, shape, weights) is None
+    whole = point.ep == MOE_TP and point.layout.accepts(shape) and _find_split_part(parallel, shape, weights) is None
     return KernelLimit(
         given=f"--weights-dtype {weights.name} with {point.instance_name}",
         reason=f"{part} ({size} numbers) of {shape.name} on a rank ends inside a block of {block}, and kernels take whole blocks",
         change=f"--ep {MOE_EP}, or --weights-dtype bf16" if whole else "--weights-dtype bf16",
         change_query="--weights-dtype bf16",
-        smaller={name: degree for name, degree in degrees.items() if degree != getattr(point, name)},
+        smaller=_find_smaller(point, shape, lambda p: _find_split_part(p, shape, weights) is None),
     )
+
+
+def _find_smaller(point: Point, shape: ModelShape, has_kernels: Callable[[Point], bool]) -> dict[str, int]:
+    """Return the changed degrees of the largest smaller layout that kernels can take; empty if there is none."""
+    for layout in iter_smaller_layouts(shape, point.tp - 1, point.layout, point.ep):
+        degrees = {name: getattr(layout, name) for name in DEGREES}
+        if has_kernels(msgspec.structs.replace(point, **degrees)):
+            return {name: degree for name, degree in degrees.items() if degree != getattr(point, name)}
+    return {}
 
 
 def _find_split_part(point: Point, shape: ModelShape, weights: WeightFormat) -> tuple[str, int, int] | None:
@@ -137,12 +140,17 @@ def _find_odd_rows(point: Point, shape: ModelShape) -> KernelLimit | None:
     """Return the limit of tensor-parallel experts with rows that a tensor descriptor cannot read; None without it."""
     width, weights = shape.moe_intermediate_size // point.tp, shape.get_weight_format(point.weights_precision)
     bits = weights.bits if EXPERTS in weights.parts else 8 * ITEMSIZE[point.dtype]
-    if not weights.engine or point.ep != MOE_TP or width * bits // 8 % TENSOR_UNIT == 0:
+
+    def has_whole_rows(p: Point) -> bool:
+        return shape.moe_intermediate_size // p.tp * bits // 8 % TENSOR_UNIT == 0
+
+    if not weights.engine or point.ep != MOE_TP or has_whole_rows(point):
         return None
     return KernelLimit(
         given=f"--ep {MOE_TP} with --tp {point.tp}",
         reason=f"each rank has {width} numbers of {shape.name}'s experts, {shape.moe_intermediate_size} wide, and kernels take rows "
         f"that are multiples of {TENSOR_UNIT} bytes",
-        change=f"--ep {MOE_EP}, or a smaller --tp",
+        change=f"--ep {MOE_EP}" if point.layout.accepts(shape) else "another --model",
+        smaller=_find_smaller(point, shape, has_whole_rows),
         change_query="fewer --gpus",
     )

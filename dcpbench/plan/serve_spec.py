@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from dcpbench.errors import UsageError
+from dcpbench.errors import UnusedOptionsError, UsageError
 from dcpbench.plan import option_parsers as read
 from dcpbench.plan.option_parsers import check_known, check_positive, check_seconds
 from dcpbench.plan.spec import PARSERS, SPEC_PARSERS, PointLoad, build_spec, get_defaults
@@ -164,10 +164,13 @@ class ServeLoads:
                 "number for bursts, or a larger one for even gaps."
             )
         if self.burstiness != 1 and self.request_rate == (math.inf,):
-            raise UsageError("--burstiness shapes gaps, and --request-rate inf has none; leave --burstiness out.")
+            raise UnusedOptionsError(
+                "--burstiness shapes gaps, and --request-rate inf has none; leave --burstiness out.", ["--burstiness"]
+            )
         if self.burstiness != 1 and not self.request_rate:
-            raise UsageError(
-                "--burstiness shapes --request-rate, which was not given; add for example --request-rate 2."
+            raise UnusedOptionsError(
+                "--burstiness shapes --request-rate, which was not given; add for example --request-rate 2.",
+                ["--burstiness"],
             )
 
     def _check_prefixes(self) -> None:
@@ -177,7 +180,10 @@ class ServeLoads:
                 "0.5, less than 1."
             )
         if self.prefix_groups > 1 and not self.prefix_share:
-            raise UsageError("--prefix-share groups without a share have no common prefix; add for example share=0.5.")
+            raise UnusedOptionsError(
+                "--prefix-share groups without a share have no common prefix; add for example share=0.5.",
+                ["--prefix-share groups"],
+            )
         if self.trace:
             self._check_trace(self.trace)
 
@@ -198,8 +204,9 @@ class ServeLoads:
         if self.turns == ONE_TURN:
             for name in ("turn_tokens", "think_time", "system_tokens", "branch", "subagents"):
                 if getattr(self, name):
-                    raise UsageError(
-                        f"{format_flag(name)} without turns: no request has a next turn; add for example turns=4."
+                    raise UnusedOptionsError(
+                        f"{format_flag(name)} without turns: no request has a next turn; add for example turns=4.",
+                        [format_flag(name)],
                     )
         elif self.trace:
             raise UsageError(
@@ -218,8 +225,9 @@ class ServeLoads:
             )
         for name, values in (("transfer_gb_s", self.transfer_gb_s), ("transfer_ms", (self.transfer_ms,))):
             if not split and any(values):
-                raise UsageError(
-                    f"{format_flag(name)} without instances that prefill for others: no KV is sent; add for example --disaggregate 1:1."
+                raise UnusedOptionsError(
+                    f"{format_flag(name)} without instances that prefill for others: no KV is sent; add for example --disaggregate 1:1.",
+                    [format_flag(name)],
                 )
         for rate in self.transfer_gb_s:
             if not MIN_GB_S <= rate <= MAX_GB_S:
@@ -520,7 +528,9 @@ def resolve_step_times(given: Mapping[str, object]) -> str | None:
     if path is None:
         return None
     if set(read.parse_names("mode", given.get("mode", LIVE))) != {REPLAY}:
-        raise UsageError(f"--step-times {path} is for replays alone; add --mode replay, or leave it out.")
+        raise UnusedOptionsError(
+            f"--step-times {path} is for replays alone; add --mode replay, or leave it out.", ["--step-times"]
+        )
     if Path(str(path)).is_dir():
         files = sorted(Path(str(path)).glob("**/step-times/*.json")) or sorted(Path(str(path)).glob("*.json"))
         such = f"a file in it, such as {files[0]}" if files else "a file below step-times/ of a run"

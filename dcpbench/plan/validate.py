@@ -39,7 +39,7 @@ from dcpbench.points.cluster_specs import LINKS, load_machine
 from dcpbench.points.comm_model import GATHERS
 from dcpbench.points.device_probe import HOPPER
 from dcpbench.points.gpus import GPUS
-from dcpbench.points.layout import Layout, iter_smaller_layouts, list_valid_layouts, place_experts
+from dcpbench.points.layout import MAX_SUGGESTED, Layout, iter_smaller_layouts, list_valid_layouts, place_experts
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import (
     ALL_REDUCES,
@@ -50,7 +50,6 @@ from dcpbench.points.names import (
     FP8,
     LIBRARIES,
     MOE_TP,
-    NO_EXCHANGE,
     OVER_FP8,
     PCP_EXCHANGE,
     REGISTERED,
@@ -59,7 +58,6 @@ from dcpbench.points.names import (
     format_flag,
     join_value,
 )
-from dcpbench.points.point import OPTIONS
 from dcpbench.points.sizes import format_size, format_size_up
 from dcpbench.serving.loads import compute_extent
 from dcpbench.serving.stage_steps import check_stages, make_measured_point
@@ -142,12 +140,27 @@ def _check_layout(point: Point, shape: ModelShape) -> None:
     """Raise an error unless the model can take the layout, and the layout the exchange."""
     if not shape.experts and point.ep_degree not in (None, 1):
         raise UsageError(f"--ep {point.ep}: {shape.name} has no experts; leave --ep out.")
-    point.layout.check_model(shape, point.ep)
-    if point.layout.spread.shared_kv > 1 and point.exchange != PCP_EXCHANGE:
+    try:
+        layout = point.layout
+    except LayoutError as e:
+        raise LayoutError(_explain_degrees(point, shape, e), e.problem) from e
+    layout.check_model(shape, point.ep)
+    if layout.spread.shared_kv > 1 and point.exchange != PCP_EXCHANGE:
         raise UsageError(
             f"--exchange {point.exchange} with --dcp over --stages pcp={point.pcp}: outputs are summed on all of these ranks, as in vLLM; "
             f"use --exchange {PCP_EXCHANGE}."
         )
+
+
+def _explain_degrees(point: Point, shape: ModelShape, error: LayoutError) -> str:
+    """Return why degrees do not divide each other, with those that the model can have instead; the error's text if it has none."""
+    tp = max(point.tp, 1)
+    valid = list_valid_layouts(shape, tp, point.ep, max(point.pp, 1), max(point.pcp, 1)) if tp <= MAX_SUGGESTED else []
+    for name, values in (("dcp", {x.dcp for x in valid if x.dp == point.dp}), ("dp", {x.dp for x in valid})):
+        if values:
+            listed = format_list([*map(str, sorted(values))], "or")
+            return f"{error.problem}; {shape.name} with --tp {tp} can have --{name} {listed}."
+    return str(error)
 
 
 def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
@@ -328,7 +341,8 @@ def _check_emulated(point: Point, machine: Machine) -> None:
 
 def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[str]:
     """Return the words of the command for the largest layout of the same kind that these GPUs can hold."""
-    best = next(iter_smaller_layouts(shape, machine.gpus, point.layout, point.ep), None)
+    smaller = iter_smaller_layouts(shape, machine.gpus, point.layout, point.ep)
+    best = next((x for x in smaller if x.tp % machine.nnodes == 0), None)
     if best is None:
         return f"{_get_command(point, machine)} --device cpu --model tiny --tp 8 --dcp 8".split()
     given = {"--model": point.model, "--tp": str(best.tp)}
@@ -458,11 +472,6 @@ def _check_installed(option: str, library: str, instead: str, probe: Probe) -> N
 
 
 def _check_exchange(point: Point, machine: Machine) -> None:
-    on = [format_flag(name) for name in OPTIONS if getattr(point, name)]
-    if on and point.exchange == NO_EXCHANGE:
-        raise UsageError(
-            f"{', '.join(on)}: {point.instance_name} exchanges nothing; use --dcp 2 or more, or leave it out."
-        )
     if point.exchange == REGISTERED and machine.probe.device == "cpu":
         raise UsageError(
             f"--exchange {REGISTERED} registers memory with NCCL, which needs GPUs; use --exchange {EXCHANGES[0]}."
@@ -523,8 +532,9 @@ def _check_load(point: Point, load: Load, shape: ModelShape, probe: Probe) -> No
             "alone, which serves several in virtual time."
         )
     if load.policy in ENGINE_POLICIES and point.dp > 1:
+        instead = "--dp 1, or " if point.layout.accepts(shape, point.ep, dp=1) else ""
         raise UsageError(
-            f"--prefill policy={load.policy} is modelled for one attention replica; use --dp 1, or a policy of dcpbench's engine."
+            f"--prefill policy={load.policy} is modelled for one attention replica; use {instead}a policy of dcpbench's engine."
         )
     if load.policy in ENGINE_POLICIES and point.mtp:
         raise UsageError(
@@ -679,6 +689,17 @@ def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Pro
             plan = plan_engine([wider], settings, shape, probe)
         except InsufficientMemoryError:
             continue
-        if count_needed_pages(wider) <= plan.pages:
+        if count_needed_pages(wider) <= plan.pages and _has_kernels(wider, shape, probe):
             return f"{advice} With --dcp {layout.dcp} it fits."
     return advice
+
+
+def _has_kernels(point: Point, shape: ModelShape, probe: Probe) -> bool:
+    """Return whether the kernels can take the point."""
+    try:
+        if probe.device == "cuda":
+            _check_gpu_kernels(point, shape)
+        _check_kernel_limits(point, shape, probe)
+    except UsageError:
+        return False
+    return True

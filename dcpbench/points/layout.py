@@ -17,14 +17,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dcpbench.errors import LayoutError
 from dcpbench.points.names import MOE_EP, MOE_TP, SGLANG, VLLM
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
 
@@ -40,6 +39,7 @@ class QueryReplication:
 
 
 MAX_RANKS = 1 << 16  # maximum ranks of a layout: more than any model needs, few enough to list all divisors
+MAX_SUGGESTED = 72  # largest number of ranks that errors suggest: those of an NVL72
 OWN_HEADS = QueryReplication()  # default of QueryReplication: each rank holds projections for its own heads only
 
 Ints = TypeVar("Ints", int, "np.ndarray[Any, np.dtype[np.int32]]")
@@ -47,6 +47,14 @@ Ints = TypeVar("Ints", int, "np.ndarray[Any, np.dtype[np.int32]]")
 
 DEGREES = ("tp", "dp", "dcp")  # fields of a Layout, and of points, that divide the GPUs of a stage
 OUTER_DEGREES = ("pp", "pcp")  # further fields that multiply the GPUs: pipeline, prefill context parallel
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Describe why a model cannot take a layout."""
+
+    text: str  # without what to use instead
+    remedies: tuple[str, ...]  # degrees, or `ep`, of which another value may solve it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +78,12 @@ class Layout:
                     f"--{name} 8."
                 )
         if self.tp % self.dp:
-            raise LayoutError(
-                f"--dp {self.dp} does not divide --tp {self.tp}; with --tp {self.tp} these do: {_format_divisors(self.tp)}."
-            )
+            problem = f"--dp {self.dp} does not divide --tp {self.tp}"
+            raise LayoutError(f"{problem}; with --tp {self.tp} these do: {_format_divisors(self.tp)}.", problem)
         if self.pcp == 1 and self.attn_tp % self.dcp:
             of = f"--tp {self.tp}" if self.dp == 1 else f"--tp {self.tp} / --dp {self.dp} = {self.attn_tp}"
-            raise LayoutError(f"--dcp {self.dcp} does not divide {of}; these do: {_format_divisors(self.attn_tp)}.")
+            problem = f"--dcp {self.dcp} does not divide {of}"
+            raise LayoutError(f"{problem}; these do: {_format_divisors(self.attn_tp)}.", problem)
 
     @property
     def gpus(self) -> int:
@@ -148,101 +156,113 @@ class Layout:
 
     def check_model(self, shape: ModelShape, ep: str = MOE_EP) -> None:
         """Raise LayoutError, with degrees that work, unless heads and the experts placed by `ep` divide evenly."""
-        self._check_outer(shape)
+        if (problem := self.find_problem(shape, ep)) is not None:
+            found = [self._suggest(shape, ep, name) for name in problem.remedies]
+            if not any(found):  # as several degrees are wrong
+                found = [self._suggest(shape, ep, name) for name in ("tp", "pcp")]
+            advice = ", or ".join(filter(None, found)) or "other degrees"
+            raise LayoutError(f"{problem.text}; use {advice}.", problem.text)
+
+    def accepts(self, shape: ModelShape, ep: str = MOE_EP, **degrees: int) -> bool:
+        """Return whether the model can take the layout with these degrees changed."""
+        try:
+            return dataclasses.replace(self, **degrees).find_problem(shape, ep) is None
+        except LayoutError:
+            return False
+
+    def _suggest(self, shape: ModelShape, ep: str, name: str) -> str:
+        """Return an option with the values with which the model can take the layout; empty if it has none."""
+        if name == "ep":
+            return ", or ".join(f"--ep {n}" for n in (MOE_TP, MOE_EP) if n != ep and self.accepts(shape, n))
+        tries: list[tuple[str, dict[str, int]]] = [("", {})]
+        if name == "tp":
+            tries.append((" with --dp 1 and --dcp 1", {"dp": 1, "dcp": 1}))
+        option = f"--stages {name}=" if name in OUTER_DEGREES else f"--{name} "
+        for others, degrees in tries:
+            values = range(1, MAX_SUGGESTED + 1)
+            if found := [n for n in values if self.accepts(shape, ep, **{name: n}, **degrees)]:
+                return f"{option}{_format_values(found)}{others}"
+        return ""
+
+    def find_problem(self, shape: ModelShape, ep: str) -> Problem | None:
+        """Return why the model cannot take the layout; None if it can."""
+        if self.pp > shape.layers:
+            text = f"{shape.name} has {shape.layers} layers, fewer than --stages pp={self.pp}"
+            return Problem(text, ("pp",))
         if self.pcp > 1:
-            self.spread.check_model(shape, ep)
-            return
+            return self._find_pcp_problem(shape) or self.spread.find_problem(shape, ep)
         if shape.heads % self.attn_tp:
-            raise LayoutError(
-                f"{shape.name} has {shape.heads} heads, which {self} would split over {self.attn_tp} ranks; "
-                f"tp/dp can be {_format_divisors(shape.heads, 64)}."
+            return Problem(
+                f"{shape.name} has {shape.heads} heads, which {self} would split over {self.attn_tp} ranks",
+                ("tp", "dp", "dcp"),
             )
-        self._check_kv_heads(shape)
-        shared = shape.shared_experts * shape.moe_intermediate_size
+        if (problem := self._find_kv_head_problem(shape)) is not None:
+            return problem
+        if ep not in (MOE_EP, MOE_TP):
+            return Problem(
+                f"--ep {ep} with --tp {self.tp}: experts are tensor-parallel over all ranks (--ep 1), or expert parallel over "
+                f"all ranks (--ep tp, here {self.tp})",
+                ("ep",),
+            )
         experts = {
             MOE_EP: (shape.experts, f"{shape.experts} experts, which do"),
             MOE_TP: (shape.moe_intermediate_size, f"experts with a width of {shape.moe_intermediate_size}, which does"),
         }
-        if ep not in experts:
-            raise LayoutError(
-                f"--ep {ep} with --tp {self.tp}: experts are tensor-parallel over all ranks (--ep 1), or expert parallel over "
-                f"all ranks (--ep tp, here {self.tp}); use one of these."
-            )
         dense = shape.intermediate_size if shape.first_k_dense_replace else 0
-        others = (
+        shared = shape.shared_experts * shape.moe_intermediate_size
+        for size, text in (
+            experts[ep],
             (dense, f"a dense width of {dense}, which does"),
             (shared, f"a shared expert width of {shared}, which does"),
-        )
-        for size, text in (experts[ep], *others):
+        ):
             if size % self.tp:
-                possible = _format_divisors(math.gcd(experts[ep][0], dense, shared), 64)
-                other = MOE_TP if ep == MOE_EP else MOE_EP
-                instead = any(n % self.tp for n, _ in (experts[other], *others))
-                raise LayoutError(
-                    f"{shape.name} has {text} not divide over --tp {self.tp}; --tp can be {possible}"
-                    + ("." if instead else f", or add --ep {other}.")
-                )
+                return Problem(f"{shape.name} has {text} not divide over --tp {self.tp}", ("tp", "ep"))
+        return None
 
-    def _check_outer(self, shape: ModelShape) -> None:
-        """Raise LayoutError for more stages than layers, or for PCP with degrees that are not planned with it."""
-        if self.pp > shape.layers:
-            raise LayoutError(
-                f"{shape.name} has {shape.layers} layers, fewer than --stages pp={self.pp}; use fewer stages."
-            )
-        if self.pcp > 1:
-            self._check_pcp(shape)
-
-    def _check_pcp(self, shape: ModelShape) -> None:
-        """Raise LayoutError for degrees that vLLM 0.29 does not combine with PCP, or models with which they are not planned."""
+    def _find_pcp_problem(self, shape: ModelShape) -> Problem | None:
+        """Return a degree that vLLM 0.29 does not combine with PCP, or a model with which PCP is not planned."""
         if self.dp > 1:
-            raise LayoutError(
-                f"--stages pcp={self.pcp} is planned without attention DP, which vLLM 0.29 does not combine with it; use --dp 1, or pcp=1."
+            return Problem(
+                f"--stages pcp={self.pcp} is planned without attention DP, which vLLM 0.29 does not combine with it",
+                ("dp", "pcp"),
             )
-        if self.dcp not in self._pcp_kv_ranks:
-            raise LayoutError(
-                f"--dcp {self.dcp} with --stages pcp={self.pcp}: DCP spans the PCP ranks, or all ranks of a stage, as in vLLM 0.29; --dcp "
-                f"can be {', '.join(map(str, self._pcp_kv_ranks))}."
+        if self.dcp not in (1, self.pcp, self.tp * self.pcp):
+            return Problem(
+                f"--dcp {self.dcp} with --stages pcp={self.pcp}: DCP spans the PCP ranks, or all ranks of a stage, as in vLLM 0.29",
+                ("dcp",),
             )
         if self.dcp > 1 and (shape.gqa or shape.indexer):
             kind = "grouped-query" if shape.gqa else "sparse"
-            raise LayoutError(
-                f"--dcp {self.dcp} with --stages pcp={self.pcp} is planned for MLA alone, and {shape.name} has {kind} attention; use --dcp 1."
+            return Problem(
+                f"--dcp {self.dcp} with --stages pcp={self.pcp} is planned for MLA alone, and {shape.name} has {kind} attention",
+                ("dcp",),
             )
+        return None
 
-    @property
-    def _pcp_kv_ranks(self) -> list[int]:
-        """Return the values of dcp that vLLM 0.29 combines with PCP."""
-        return sorted({1, self.pcp, self.tp * self.pcp})
-
-    def _check_kv_heads(self, shape: ModelShape) -> None:
-        """Raise LayoutError unless the ranks can hold a model's KV heads, and those with copies of a head share its cache.
+    def _find_kv_head_problem(self, shape: ModelShape) -> Problem | None:
+        """Return why the ranks cannot hold a model's KV heads, or those with copies of a head cannot share its cache.
 
         Ranks beyond the number of KV heads hold copies, and DCP stores the tokens of one copy on several ranks, as in vLLM and
         SGLang: dcp ≤ tp / KV heads.
         """
         if shape.gqa is None:
-            return
+            return None
         kv_heads, ranks = shape.gqa.kv_heads, self.attn_tp
         if max(kv_heads, ranks) % min(kv_heads, ranks):
-            raise LayoutError(
-                f"{shape.name} has {kv_heads} KV heads, which {self} would split over {ranks} ranks; "
-                "tp/dp has to divide them or to be a multiple of them."
-            )
+            text = f"{shape.name} has {kv_heads} KV heads, which {self} would split over {ranks} ranks"
+            return Problem(text, ("tp", "dp", "dcp"))
         most = shape.compute_max_dcp(ranks)
         if most % self.dcp == 0:
-            return
+            return None
         if shape.gqa.window_layers:
-            raise LayoutError(
-                f"{shape.name} has layers with a sliding window, and DCP does not divide the tokens of a window; use --dcp 1."
+            return Problem(
+                f"{shape.name} has layers with a sliding window, and DCP does not divide the tokens of a window",
+                ("dcp",),
             )
-        possible = (
-            f"--dcp can be {_format_divisors(most)}"
-            if most > 1
-            else f"use --dcp 1, or --tp {2 * kv_heads * self.dp} or more"
-        )
-        raise LayoutError(
+        return Problem(
             f"{shape.name} has {kv_heads} KV heads, of which {self} has {most} {'copy' if most == 1 else 'copies'} each, and DCP "
-            f"divides the tokens over the ranks that hold copies; {possible}."
+            "divides the tokens over the ranks that hold copies",
+            ("dcp", "tp"),
         )
 
 
@@ -267,21 +287,18 @@ def format_layout_name(degrees: object, dp: int, ep_degree: int | None) -> str:
     return str(degrees) if dp <= 1 or ep_degree is None else f"{degrees}·ep{ep_degree}"
 
 
-def list_valid_layouts(shape: ModelShape, tp: int, ep: str = MOE_TP, pp: int = 1, pcp: int = 1) -> list[Layout]:
+def list_valid_layouts(shape: ModelShape | None, tp: int, ep: str = MOE_TP, pp: int = 1, pcp: int = 1) -> list[Layout]:
     """Return every layout of `tp` ranks a stage that the model can take with experts placed by `ep`, smallest degrees first.
 
-    Raise LayoutError for a `tp` that no layout has.
+    Without a model, degrees have to divide each other. Raise LayoutError for a `tp` that no layout has.
     """
     Layout(tp=tp)
     found = []
     for dp in _list_divisors(tp):
         for dcp in _list_divisors(tp // dp * pcp):
             layout = Layout(tp=tp, dp=dp, dcp=dcp, pp=pp, pcp=pcp)
-            try:
-                layout.check_model(shape, place_experts(ep, tp * pcp))
-            except LayoutError:
-                continue
-            found.append(layout)
+            if shape is None or layout.accepts(shape, place_experts(ep, tp * pcp)):
+                found.append(layout)
     return found
 
 
@@ -290,6 +307,17 @@ def iter_smaller_layouts(shape: ModelShape, tp: int, like: Layout, ep: str) -> I
     for ranks in range(tp, 0, -1):
         found = [x for x in list_valid_layouts(shape, ranks, ep) if x.dp <= like.dp and x.dcp <= like.dcp]
         yield from sorted(found, key=lambda x: (x.dp, x.dcp), reverse=True)
+
+
+def find_nearest_layout(
+    shape: ModelShape | None, like: Layout, ep: str, wanted: Callable[[Layout], bool], max_ranks: int
+) -> Layout | None:
+    """Return the valid layout with a property that has the fewest ranks, at least those of `like`, and preferably its dp."""
+    for tp in range(like.tp, max_ranks // (like.pp * like.pcp) + 1):
+        found = [x for x in list_valid_layouts(shape, tp, ep, like.pp, like.pcp) if wanted(x)]
+        if found:
+            return min(found, key=lambda x: (x.dp != like.dp, -x.dp, x.dcp))
+    return None
 
 
 def get_owner(loc: Ints, dcp: int, interleave: int = 1) -> Ints:
@@ -355,9 +383,16 @@ class Prefix:
         return max(self.list_first_rows(rank)[-1] for rank in range(self.dcp))
 
 
-def _list_divisors(n: int, limit: int | None = None) -> list[int]:
-    return [d for d in range(1, (n if limit is None else min(n, limit)) + 1) if n % d == 0]
+def _list_divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _format_divisors(n: int, limit: int | None = None) -> str:
-    return ", ".join(map(str, _list_divisors(n, limit)))
+def _format_divisors(n: int) -> str:
+    return ", ".join(map(str, _list_divisors(n)))
+
+
+def _format_values(values: Sequence[int]) -> str:
+    """Return `1, 2 or 4`, or `1 to 61` for many consecutive values."""
+    if len(values) > 3 and values[-1] - values[0] == len(values) - 1:  # noqa: PLR2004 -- a list is as short
+        return f"{values[0]} to {values[-1]}"
+    return " or ".join(filter(None, (", ".join(map(str, values[:-1])), str(values[-1]))))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.errors import UsageError
+from dcpbench.errors import UnusedOptionsError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +31,9 @@ SENT_TENSORS = 2  # tensors of a row that a stage sends to the next one: hidden 
 def check_micro_batches(micro_batches: int | None, stages: Sequence[int]) -> None:
     """Raise UsageError for a number of micro-batches that no number of stages uses."""
     if micro_batches and max(stages) == 1:
-        raise UsageError(
-            f"--stages micro-batches={micro_batches} has no effect without pipeline stages; add for example pp=2."
+        raise UnusedOptionsError(
+            f"--stages micro-batches={micro_batches} has no effect without pipeline stages; add for example pp=2.",
+            ["--stages micro-batches"],
         )
 
 

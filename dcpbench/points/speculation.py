@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from dcpbench.errors import UsageError
+from dcpbench.errors import UnusedOptionsError, UsageError
 
 MAX_DRAFT_TOKENS = 7  # eight query rows of a request
 SEPARATOR = "/"
@@ -93,7 +93,10 @@ def check_acceptance(draft_tokens: tuple[int, ...], acceptance: str) -> None:
     """Raise UsageError unless there are as many probabilities as drafts, of the largest of several numbers of drafts."""
     stated, most = len(acceptance.split(SEPARATOR)) if acceptance else 0, max(draft_tokens, default=0)
     if stated and not most:
-        raise UsageError(f"--mtp acceptance={acceptance} has no drafts; add tokens={stated}, or leave --mtp out.")
+        raise UnusedOptionsError(
+            f"--mtp acceptance={acceptance} has no drafts; add tokens={stated}, or leave --mtp out.",
+            ["--mtp acceptance"],
+        )
     if stated not in (0, most):
         raise UsageError(
             f"--mtp tokens={most} with {stated} probabilities ({acceptance}); state one for each draft, such as "

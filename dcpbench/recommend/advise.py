@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import re
 import shlex
@@ -58,7 +59,7 @@ from dcpbench.reports.load_labels import format_lengths
 from dcpbench.show.text import format_count, format_list
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dcpbench.models.shapes import ModelShape
     from dcpbench.points.budget import WholeModel
@@ -137,7 +138,7 @@ def choose_layouts(
         if not found:
             raise UsageError(_explain_no_layout(query, gpus))
         layouts += found
-    check_used(query.typed, ((x.tp, x.dp, x.dcp) for x in layouts), "Raise --gpus")
+    check_used(query.typed, ((x.tp, x.dp, x.dcp) for x in layouts), functools.partial(_suggest_gpus, query))
     bands = measure_bands(known.runs)
     drafts = [_start_choice(query, times, steps, records, bands, layouts, watch, *load) for load in query.loads]
     _add_estimates(query, drafts, steps, watch)
@@ -379,6 +380,12 @@ def _list_stage_layouts(shape: ModelShape, tp: int, pp: int, pcp: int) -> list[L
         return [layout for layout in cut if layout.dp == 1]
     found = [*cut, *(x for x in list_valid_layouts(shape, tp, MOE_EP, pp, pcp) if x.dp > 1)]
     return sorted(set(found), key=lambda x: (x.dp, x.dcp))
+
+
+def _suggest_gpus(query: Query, wanted: Callable[[Layout], bool]) -> str:
+    """Return the smallest larger number of GPUs of a host on which the model has a layout with a property; empty if none has."""
+    more = range(max(query.gpus) + 1, query.machine.gpus_per_host + 1)
+    return next((f"--gpus {n}" for n in more if any(map(wanted, _list_valid_layouts(query, n)))), "")
 
 
 def _explain_no_layout(query: Query, gpus: int) -> str:

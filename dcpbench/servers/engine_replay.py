@@ -212,13 +212,15 @@ def _describe_source(path: EnginePath, engine: EngineServer, server: MeasuredSer
     """Return what the times of the server's cases depend on."""
     config = server.config
     command = config.facts.get("command", "").replace(str(config.target.port), "{port}")
-    facts = {"command": command, "prompts": server.prompt_format.prompts, **config.request_facts, **server.info.facts}
+    root = next((card.root for card in server.info.models if card.id == path["model"]), "")
+    facts = {"command": command, "root": root, "prompts": server.prompt_format.prompts}
     return CaseSource(
         path=path,
         engine=msgspec.structs.replace(engine, kv_tokens=None),
-        server=facts,
+        server=facts | config.request_facts | server.info.facts,
         settings=config.engine_settings,
         environment=msgspec.structs.replace(make_environment(config), command=""),
+        started_s=server.info.started_s if server.process is None else None,
     )
 
 

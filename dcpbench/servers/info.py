@@ -40,10 +40,12 @@ MAX_LISTED = 10  # models named in a message
 PREEMPTIONS = ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total", "sglang:num_retractions_total")
 CACHED = ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")
 CACHE_CONFIG = "vllm:cache_config_info"
+PROCESS_START = "process_start_time_seconds"  # of Prometheus' client, if a server has one process with metrics
 READ = {
     *PREEMPTIONS,
     *CACHED,
     CACHE_CONFIG,
+    PROCESS_START,
     *draft_counters.NAMES,
 }  # metrics with series to keep; for all others only the names are kept
 SGLANG_INFO = ("/server_info", "/get_server_info")
@@ -61,6 +63,7 @@ class Card(msgspec.Struct, frozen=True):
 
     id: str
     max_model_len: int | None = None
+    root: str = ""  # folder or name of its weights, if the server reports it
 
 
 class _Card(msgspec.Struct, frozen=True):
@@ -68,6 +71,7 @@ class _Card(msgspec.Struct, frozen=True):
 
     id: str
     max_model_len: int | float | str | None = None
+    root: object = None
 
 
 class _Models(msgspec.Struct, frozen=True):
@@ -86,6 +90,7 @@ class ServerInfo:
     kv_sources: KvSources | None = None
     metrics: bool = False  # True if /metrics has the engine's counters
     answers_metrics: bool = False  # whether /metrics answered in time; only then its counters are read again
+    started_s: float | None = None  # start of the server's process, in s since 1970; None if it is not reported
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -195,7 +200,11 @@ async def _fetch_models(client: Client, retries: int) -> tuple[Card, ...]:
     models = decode_or_none(await retry_while_busy(send_request, retries), _Models)
     cards = models.data[:MAX_MODELS] if models else ()
     return tuple(
-        Card(card.id, _read_length(card.max_model_len))
+        Card(
+            card.id,
+            _read_length(card.max_model_len),
+            fit_line(card.root, MAX_NAME) if isinstance(card.root, str) else "",
+        )
         for card in cards
         if card.id.isprintable() and 0 < len(card.id) <= MAX_NAME
     )
@@ -279,7 +288,14 @@ def _read_metrics_fields(info: ServerInfo, found: dict[str, list[tuple[dict[str,
             if name in labels
         }
     counters = any(name.startswith(f"{info.engine}:") for name in found)
-    return {"engine": info.engine, "kv": info.kv or read_vllm(configs), "metrics": counters, "facts": facts}
+    starts = [value for _, value in found.get(PROCESS_START, ())]
+    return {
+        "engine": info.engine,
+        "kv": info.kv or read_vllm(configs),
+        "metrics": counters,
+        "started_s": starts[0] if len(starts) == 1 else None,
+        "facts": facts,
+    }
 
 
 def _add_sglang_info(info: ServerInfo, reply: dict[str, Any]) -> ServerInfo:

@@ -1,5 +1,8 @@
 """Store each measured case of a server at once, so that --resume measures only the cases that an interruption left out. No torch.
 
+A server that ran already may have been started again with other flags in between. It is the same one if its process began at the
+same time; if it does not report that, and whatever else it reports is equal, its other flags are assumed to be the same.
+
 NAME.cases.jsonl lies next to the step times NAME.json that are made from it. Its first line is a CaseSource, each further line a
 StoredCase, all with checksums. An incomplete last line is removed.
 """
@@ -21,12 +24,14 @@ from dcpbench.show.text import format_count
 from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from dcpbench.serving.step_times import Case
 
 T = TypeVar("T")
 MAX_DIFFERENCES = 3  # that the message names
+MAX_CASES = 8  # cases that the message names
 
 
 class CaseSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +42,14 @@ class CaseSource(msgspec.Struct, frozen=True, kw_only=True):
     server: dict[str, str]  # command without its port, arguments that the server reports, fields of requests
     settings: EngineSettings | None  # as the server's log states them
     environment: Environment  # GPU, driver and version of dcpbench
+    started_s: float | None = None  # start of the process of a server that ran already; None if it is not reported
+
+    @property
+    def assumption(self) -> str:
+        """Return what is assumed of the server if cases are taken over; empty if its flags are known to be the same."""
+        if self.server.get("command") or self.started_s is not None:
+            return ""
+        return "Flags that the server does not report are assumed unchanged."
 
 
 class StoredCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +84,8 @@ class CaseFile:
         cases: dict[tuple[Case, bool], StoredCase] = {}
         if stored == source:
             cases = {one.key: one for line in lines[1:] if (one := _decode_line(line, StoredCase)) is not None}
-            verb = "is" if len(cases) == 1 else "are"
-            print_stderr(f"{path}: {format_count(len(cases), 'case')} of an earlier measurement {verb} taken over.")
+            if cases:
+                print_stderr(_format_taken_over(path, source, [str(one.samples.case) for one in cases.values()]))
         elif lines:
             why = "their server cannot be read" if stored is None else _format_differences(stored, source)
             print_stderr(f"{path}: the stored cases are measured again: {why}.")
@@ -87,6 +100,14 @@ class CaseFile:
             f.flush()
             os.fsync(f.fileno())
         self.cases[one.key] = one
+
+
+def _format_taken_over(path: Path, source: CaseSource, cases: Sequence[str]) -> str:
+    """Return which cases are not measured again, what that assumes, and how to measure them again."""
+    verb = "is" if len(cases) == 1 else "are"
+    listed = [*cases[:MAX_CASES], *([f"and {len(cases) - MAX_CASES} more"] if len(cases) > MAX_CASES else [])]
+    assumption = f" {source.assumption} To measure all cases again, remove this file." if source.assumption else ""
+    return f"{path}: {format_count(len(cases), 'case')} of an earlier measurement {verb} taken over: {'; '.join(listed)}.{assumption}"
 
 
 def _encode_line(value: msgspec.Struct) -> bytes:
@@ -113,4 +134,7 @@ def _format_differences(before: CaseSource, now: CaseSource) -> str:
 def _flatten(source: CaseSource) -> dict[str, object]:
     """Return the values of all parts of a source, by names such as `engine.version`."""
     parts = msgspec.to_builtins(source).items()
-    return {f"{part}.{name}": value for part, values in parts for name, value in (values or {}).items()}
+    found: dict[str, object] = {}
+    for part, value in parts:
+        found |= {f"{part}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {part: value}
+    return found

@@ -2,9 +2,12 @@
 
 A cause that is on has the value of the layout with DCP, one that is off that of the baseline:
 
-    KV capacity          the pool of pages: which requests run, wait and are preempted
+    KV capacity          the tokens of the pool: which requests run, wait and are preempted
     prefix-cache hits    the prompt tokens that each request does not compute, as in the layout's own replay
-    step time            the duration of each step, and of the host's work around it
+    step time            the duration of each step, and of the host's work around it; how prompts are cut into chunks
+
+A prompt is cut at multiples of a page on all DCP ranks, so that the chunks of both layouts differ also where each pool is large
+enough. That is a difference of steps. A pool of the other layout's size is rounded up to whole pages.
 
 With f(on) the result of a replay, a set A of causes loses g(A) = f(all) - f(all without A) if it is switched off. The
 part that belongs to exactly A, and to no smaller set, is
@@ -31,6 +34,7 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.points.bounds import Number, SignedNumber
+from dcpbench.points.memory import PAGES_OF_PADDING
 from dcpbench.points.names import CLOSED, NO_EXCHANGE
 from dcpbench.serving.outcome import compute_serve_metrics
 from dcpbench.serving.policies import make_scheduler
@@ -226,13 +230,20 @@ def _replay(
     """Serve the requests with each cause of the layout or of its baseline; `hits` are None for those that happen."""
     assert point.load is not None
     timed = sides[on[STEP_TIME]]
-    scheduler = make_scheduler(sides[on[CAPACITY]].config)
+    scheduler = make_scheduler(_resize_pool(timed.config, sides[on[CAPACITY]].config))
     scheduler.fixed_hits = hits
     found = replay_requests(requests, scheduler, point.clients, timed.times, limit_s, timed.loop)
     serve = compute_serve_metrics(
         found.traffic.samples, gpus=point.gpus, concurrency=point.clients, slo={}, steps=found.counts
     )
     return _Replayed(serve, {s.request.number: s.cached or 0 for s in found.traffic.samples})
+
+
+def _resize_pool(config: SchedulerConfig, like: SchedulerConfig) -> SchedulerConfig:
+    """Return a configuration with the KV tokens and the maximum number of requests of another one."""
+    tokens = (like.pages - PAGES_OF_PADDING) * like.virtual_page
+    pages = -(-tokens // config.virtual_page) + PAGES_OF_PADDING
+    return dataclasses.replace(config, pages=pages, max_requests=like.max_requests)
 
 
 def format_share(share: float) -> str:

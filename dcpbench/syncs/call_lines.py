@@ -8,9 +8,11 @@ torch recorded. Several lines may fit. Nested functions are functions of their o
 from __future__ import annotations
 
 import ast
+import dataclasses
+import functools
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dcpbench.show.text import fit_text
 from dcpbench.syncs.gating.comments import Function, get_first_line, parse_source
@@ -61,11 +63,23 @@ RUNTIME_CALLS = {  # names of Python calls that make a call of the runtime witho
 }
 
 
-class SourceText(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class SourceText:
     """A parsed source file."""
 
     lines: list[str]
     tree: ast.Module
+
+    @functools.cached_property
+    def functions(self) -> dict[tuple[str, int], Function]:
+        """Return the functions by name and line: that of `def` and that of the first decorator; of several the outermost."""
+        found: dict[tuple[str, int], Function] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, Function):
+                name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
+                for line in (get_first_line(node), node.lineno):
+                    found.setdefault((name, line), node)
+        return found
 
 
 def add_call_lines(report: Report, folders: Sequence[Path]) -> list[str]:
@@ -83,7 +97,7 @@ def add_call_lines(report: Report, folders: Sequence[Path]) -> list[str]:
         source = known[site.file]
         if source is None:
             continue
-        function = find_function(source.tree, site.function, site.line)
+        function = find_function(source, site.function, site.line)
         if function is None:
             other.append(site.file)
             continue
@@ -115,21 +129,9 @@ def _iter_places(file: str, folders: Sequence[Path]) -> Iterator[Path]:
         yield Path(file)
 
 
-def find_function(tree: ast.Module, name: str, line: int) -> ast.Module | Function | None:
+def find_function(source: SourceText, name: str, line: int) -> ast.Module | Function | None:
     """Return the function of this name that begins at a line, where its first decorator counts; None if there is none."""
-    if name == MODULE:
-        return tree
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Lambda):
-            if name == "<lambda>" and node.lineno == line:
-                return node
-        elif (
-            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            and node.name == name
-            and line in (get_first_line(node), node.lineno)
-        ):
-            return node
-    return None
+    return source.tree if name == MODULE else source.functions.get((name, line))
 
 
 def find_call_lines(source: SourceText, function: ast.Module | Function, site: Site) -> list[CallLine]:

@@ -24,7 +24,7 @@ from dcpbench.syncs.files import check_inputs, check_output, select_traces, writ
 from dcpbench.syncs.formats import PLAIN_WIDTH, changes_text, check_format, github, markdown, render_report
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.config import Allow, find_config, find_root
-from dcpbench.syncs.gating.gate import Gate, can_be_finding, check_limits, compute_verdict
+from dcpbench.syncs.gating.gate import Gate, apply_permissions, can_be_finding, check_limits, compute_verdict
 from dcpbench.syncs.site_changes import Thresholds, compare_reports
 from dcpbench.syncs.site_text import make_report_printable
 from dcpbench.syncs.steps import check_step_range
@@ -117,7 +117,7 @@ def finish_report(report: Report, gate: Gate, out: OutputOptions) -> int:
     Every command that makes a report ends here; the verdict is set in place. With the format github the step summary is
     written too, where GITHUB_STEP_SUMMARY names its file.
     """
-    report.verdict = compute_verdict(report, gate)
+    report.verdict = compute_verdict(report, gate, apply_permissions(report.sites, gate))
     width, terminal = _measure_terminal(out.output)
     text = render_report(report, out.form, root=gate.root, width=width, terminal=terminal)
     if out.form == "github":
@@ -199,11 +199,11 @@ def _compare_sides(
         raise UsageError(
             f"{old} is of {names[0]} and {new} of {names[1]}, which name operators differently; compare reports of one detector."
         )
-    sides = zip(("Old", "New"), reports, strict=True)
-    verdicts = [(name, compute_verdict(report, gate)) for name, report in sides]
-    _print_notes([text for text in verdicts[0][1].stale if text in verdicts[1][1].stale])
+    stale = [apply_permissions(report.sites, gate) for report in reports]
+    _print_notes([text for text in stale[0] if text in stale[1]])
     _print_notes(_explain_other_ranks(reports))
-    reasons = [f"{name} side: {reason}" for name, verdict in verdicts for reason in verdict.reasons]
+    sides = zip(("Old", "New"), reports, strict=True)
+    reasons = [f"{name} side: {reason}" for name, report in sides for reason in compute_verdict(report, gate).reasons]
     return compare_reports(reports[0], reports[1], thresholds, reasons)
 
 
@@ -291,7 +291,7 @@ def write_baseline(
 
     Operators that were never measured are accepted by the baseline, and named.
     """
-    _print_notes(compute_verdict(report, gate).stale)  # also sets `allowed` of the sites
+    _print_notes(apply_permissions(report.sites, gate))
     unmeasured = [name for trace in report.traces for name in trace.coverage.unmeasured]
     made = baselines.build_baseline(filter(can_be_finding, report.sites), detector, unmeasured)
     reasons = compute_verdict(report, dataclasses.replace(gate, baseline=made)).reasons

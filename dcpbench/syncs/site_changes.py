@@ -183,17 +183,21 @@ def _group_by_place(groups: Iterable[Sites]) -> dict[object, list[Sites]]:
 
 def _pair_files(old: list[Sites], new: list[Sites]) -> list[tuple[Sites, Sites]]:
     """Pair the sites of one place in files with other names, those with the longest common end of their paths first."""
-    rest_old, rest_new, pairs = list(old), list(new), []
+    pairs: dict[int, int] = {}
+    taken: set[int] = set()
     ranked = sorted(
         ((_rate_likeness(a[0], b[0]), i, j) for i, a in enumerate(old) for j, b in enumerate(new)),
         key=lambda rated: (-rated[0][0], -rated[0][1], rated[1], rated[2]),
     )
     for _, i, j in ranked:
-        if old[i] in rest_old and new[j] in rest_new:
-            rest_old.remove(old[i])
-            rest_new.remove(new[j])
-            pairs.append((old[i], new[j]))
-    return [*pairs, *((sites, []) for sites in rest_old), *(([], sites) for sites in rest_new)]
+        if i not in pairs and j not in taken:
+            pairs[i] = j
+            taken.add(j)
+    return [
+        *((old[i], new[j]) for i, j in pairs.items()),
+        *((sites, []) for i, sites in enumerate(old) if i not in pairs),
+        *(([], sites) for j, sites in enumerate(new) if j not in taken),
+    ]
 
 
 def _rate_likeness(a: Site, b: Site) -> tuple[int, int]:

@@ -228,7 +228,7 @@ def format_copy(site: Site, between: str = " ") -> str:
 
 def list_labels(site: Site, verdict: Verdict) -> list[str]:
     """Return short labels of a site: own, explicit, may block, allowed, warm-up, new, more."""
-    new = {f.reason for f in verdict.findings if f.fingerprint == site.fingerprint}
+    new = {finding.reason for finding in verdict.findings_by_site.get(site.fingerprint, ())}
     finding = get_status(site, verdict) == "finding"
     named = (
         ("own", site.own),
@@ -252,14 +252,14 @@ def get_status(site: Site, verdict: Verdict) -> SiteStatus:
         return "may block"
     if site.warmup_only:
         return "warm-up"
-    if any(f.fingerprint == site.fingerprint for f in verdict.findings):
+    if site.fingerprint in verdict.findings_by_site:
         return "finding"
-    return "counted" if any(not f.fingerprint for f in verdict.findings) else "known"
+    return "counted" if "" in verdict.findings_by_site else "known"
 
 
 def format_message(site: Site, verdict: Verdict) -> str:
     """Return the gate's message about the site, or else a sentence about it."""
-    compared = (f.message for f in verdict.findings if f.fingerprint == site.fingerprint and f.reason != "sync")
+    compared = (f.message for f in verdict.findings_by_site.get(site.fingerprint, ()) if f.reason != "sync")
     return next(compared, format_sentence(site)) if get_status(site, verdict) == "finding" else format_sentence(site)
 
 

@@ -228,11 +228,13 @@ class WorstStep(NamedTuple):
 def find_worst_step(sites: Sequence[Site]) -> WorstStep:
     """Return the step that waits most often; sites of different traces do not add up."""
     phases = dict.fromkeys(phase for site in sites for phase in site.count_per_phase) or [""]
-    traces = dict.fromkeys(trace for site in sites for trace in site.traces) or [""]
-    by_trace = [[site for site in sites if trace in site.traces or not site.traces] for trace in traces]
+    by_trace: dict[str, list[Site]] = {trace: [] for site in sites for trace in site.traces} or {"": []}
+    for site in sites:
+        for trace in site.traces or by_trace:
+            by_trace[trace].append(site)
     steps = [
         WorstStep(phase, sum(count_in_phase(site, phase) for site in of_trace), of_trace)
-        for of_trace in by_trace
+        for of_trace in by_trace.values()
         for phase in phases
     ]
     return max(steps, key=lambda step: step.waits)

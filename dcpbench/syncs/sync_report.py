@@ -6,6 +6,7 @@ Times are microseconds. A detector leaves values that it cannot know at None: no
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -143,7 +144,7 @@ class Finding(msgspec.Struct, kw_only=True):
     fingerprint: str = ""  # site it is about; empty where it is about all of them
 
 
-class Verdict(msgspec.Struct, kw_only=True):
+class Verdict(msgspec.Struct, kw_only=True, dict=True):
     """Verdict of the gate."""
 
     status: Literal["clean", "findings", "cannot answer"] = "clean"
@@ -152,6 +153,14 @@ class Verdict(msgspec.Struct, kw_only=True):
     allowed: dict[str, str] = {}  # fingerprint -> reason; lines of a function share one, unlike `Site.allowed`
     stale: list[str] = []  # allow-list and baseline entries that matched nothing, one sentence each
     reasons: list[str] = []  # why the trace cannot answer
+
+    @functools.cached_property
+    def findings_by_site(self) -> dict[str, list[Finding]]:
+        """Return the findings by fingerprint, and by "" those about all sites; the verdict must not change any more."""
+        found: dict[str, list[Finding]] = {}
+        for finding in self.findings:
+            found.setdefault(finding.fingerprint, []).append(finding)
+        return found
 
 
 class Report(msgspec.Struct, kw_only=True):

@@ -14,7 +14,7 @@ import pytest
 
 from dcpbench import cli
 from dcpbench.commands import ab as ab_command
-from dcpbench.commands.ab import State, get_order
+from dcpbench.commands.ab import Plan, State, get_order
 from dcpbench.compare.comparison import Comparison
 from dcpbench.points.device_probe import Probe
 from dcpbench.records.file import read_records
@@ -129,7 +129,8 @@ def test_interrupt_before_the_first_launch_exits_with_130(call, monkeypatch: pyt
 def test_interrupt_during_a_launch_prints_one_hint(ab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch has no results and exits with 130, which is no failure of the launch."""
     monkeypatch.setattr("dcpbench.commands.point_runner.measure", lambda *_, **__: 130)
-    monkeypatch.setattr(ab_command, "_print_start", lambda *_, **__: None)
+    plans = {side: Plan(arguments=[]) for side in "ab"}
+    monkeypatch.setattr(ab_command, "_make_plans", lambda *_: plans)
     done = ab(*SAME, "--rounds", "2", "-o", "out")
     assert done.returncode == 130
     assert "Interrupted in a/round-1. To go on, repeat the command with: -o out --resume" in done.stderr
@@ -264,6 +265,45 @@ def test_dry_run_with_json_prints_one_object(ab, tmp_path: Path) -> None:
     assert plan["a"]["arguments"][0] == "sweep"
     assert [row["reason"] for side in "ab" for row in plan[side]["points"]] == [None, None]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "kept"),
+    [
+        (("", "--tp 4 --exchange a2a", "--dcp 1", "--dcp 4"), ["--exchange"], "--tp 4 --dcp 1"),
+        (
+            ("", "--tp 2 --page-size rows=8,interleave=4 --collectives q-replicate=yes,all-reduce=symm", "--dp 2 --dcp 1", "--dcp 2"),
+            ["--page-size interleave", "--collectives q-replicate", "--collectives all-reduce"],
+            "--tp 2 --page-size rows=8 --dp 2 --dcp 1",
+        ),
+        (("serve", "--tp 2 --burstiness 0.5", "--concurrency 2", "--request-rate 2"), ["--burstiness"], "--tp 2 --concurrency 2"),
+        (("serve", "--tp 2 --sessions think=1", "--concurrency 2", "--sessions turns=4"), ["--sessions think"], "--tp 2 --concurrency 2"),
+    ],
+)  # fmt: skip
+def test_option_of_both_that_one_side_does_not_use_is_left_out_there(options, flags: list[str], kept: str, ab) -> None:
+    """The launches of that side then have a command that runs by itself."""
+    workload, both, a, b = options
+    words = ("--workload", workload or "sweep", "--both", both, "--a", a, "--b", b, "--dry-run")
+    done = ab(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert (sorted(plan["a"]["left_out"]), plan["b"]["left_out"]) == (sorted(flags), [])
+    assert plan["a"]["arguments"][1:] == [*kept.split(), "--no-baseline"]
+    assert plan["b"]["arguments"][1:] == [*both.split(), *b.split(), "--no-baseline"]
+    assert flags[0] in ab(*words).stderr
+
+
+@pytest.mark.parametrize(
+    ("both", "a", "b"),
+    [
+        ("--tp 4 --dcp 1 --exchange a2a", "--backend reference", "--backend triton"),
+        ("--tp 4", "--dcp 1 --exchange a2a", "--dcp 4 --exchange a2a"),
+    ],
+)
+def test_option_that_no_side_uses_or_that_its_own_side_does_not_use_is_refused(both: str, a: str, b: str, call) -> None:
+    code, err = call("--both", both, "--a", a, "--b", b, "--dry-run", "--json")
+    assert code == 2
+    assert "--exchange without a layout with --dcp > 1" in err
 
 
 @pytest.mark.distributed

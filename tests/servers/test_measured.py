@@ -236,7 +236,17 @@ def capacity(found: info.ServerInfo) -> int | None:
     return found.with_kv_capacity(dp=0, dcp=1).kv_capacity_tokens
 
 
-CARDS = {"data": [{"id": "v3", "max_model_len": 4096}]}
+CARDS = {"data": [{"id": "v3", "max_model_len": 4096, "root": "/models/v3"}]}
+
+
+@pytest.mark.parametrize(
+    ("lines", "started_s"),
+    [(["1.78e9"], 1.78e9), ([], None), (["1.78e9", "1.79e9"], None)],
+    ids=["one-process", "unknown", "several"],
+)
+def test_start_of_a_server_with_one_process_is_known(lines: list[str], started_s: float | None) -> None:
+    metrics = "\n".join(f'process_start_time_seconds{{n="{n}"}} {value}' for n, value in enumerate(lines))
+    assert fetch_fake_info({"/v1/models": CARDS, "/metrics": metrics}).started_s == started_s
 
 
 def test_engine_version_and_kv_capacity_are_detected() -> None:
@@ -248,7 +258,7 @@ def test_engine_version_and_kv_capacity_are_detected() -> None:
     vllm = fetch_fake_info({"/v1/models": CARDS, "/version": {"version": "0.32.0"}, "/metrics": metrics})
     assert (vllm.engine, vllm.version, capacity(vllm)) == ("vllm", "0.32.0", 3200)
     assert vllm.facts == {"cache_dtype": "fp8", "block_size": "16"}
-    assert vllm.find_model(None).max_model_len == 4096
+    assert vllm.find_model(None) == info.Card("v3", 4096, "/models/v3")
     (path,) = info.SGLANG_INFO[:1]
     states = [{"max_total_num_tokens": 5000}]
     sglang = fetch_fake_info(

@@ -353,6 +353,15 @@ class TestDescription:
         assert (found.block_tokens, found.kv_blocks) == (128, 153_742)  # 64 × dcp 2
         assert (found.max_model_len, found.prefix_cache, found.asynchronous) == (70_000, True, True)
 
+    def test_cases_depend_on_the_process_only_of_a_server_that_ran_already(self) -> None:
+        """A server that dcpbench starts has another process each time, and a command that says more."""
+        point, running = make_point(), dataclasses.replace(self.INFO, started_s=1_780_000_000.5)
+        path, process = get_engine_path(point), SimpleNamespace(words=[])
+        for given, expected in ((None, 1_780_000_000.5), (process, None)):
+            server = dataclasses.replace(make_server(running), process=given)
+            found = engine_replay._describe_source(path, ENGINE, server)
+            assert found.started_s == expected
+
     def test_limits_of_sglang_come_from_its_report(self) -> None:
         facts = {
             "chunked_prefill_size": "8192",
@@ -658,7 +667,27 @@ class TestStoredCases:
         assert interrupted == [*SIZES, SIZES[-1]]
         assert [one.case for one in cases.found] == SIZES
         assert notes[-1] == "step times: 3 of 3 cases (2 taken over), 1 × 48 tokens at 0"
-        assert "2 cases of an earlier measurement are taken over" in capsys.readouterr().err
+        assert "2 cases of an earlier measurement are taken over: 1 × 16 tokens at 0; 1 × 32 tokens at 0." in (
+            capsys.readouterr().err
+        )
+
+    @pytest.mark.parametrize(
+        ("changes", "assumed"),
+        [({}, True), ({"started_s": 1_780_000_000.5}, False), ({"server": {"command": "vllm serve m"}}, False)],
+        ids=["unknown", "same-process", "same-command"],
+    )
+    def test_unreported_flags_are_assumed_unchanged_unless_process_or_command_is_known(
+        self, changes: dict[str, object], assumed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        samples = CaseSamples(case=SIZES[0], samples_ms=[9.0], method=Method.BEHIND, precise=True)
+        source = msgspec.structs.replace(SOURCE, **changes)
+        make_cases(tmp_path, source).file.append(StoredCase(samples=samples, hide_launch=True, seconds=1.0))
+        assert capsys.readouterr().err == ""
+        assert len(make_cases(tmp_path, source).file.cases) == 1
+        note = (
+            "Flags that the server does not report are assumed unchanged. To measure all cases again, remove this file."
+        )
+        assert (note in capsys.readouterr().err) == assumed
 
     def test_incomplete_case_is_measured_again(
         self, interrupted: list[Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -681,8 +710,9 @@ class TestStoredCases:
                 "environment.device was NVIDIA H200 and is NVIDIA H100",
             ),
             ({"path": SOURCE.path | {"dcp": 1}}, "path.dcp was 2 and is 1"),
+            ({"started_s": 1_780_000_000.5}, "started_s was None and is 1780000000.5"),
         ],
-        ids=["version", "flags", "GPU", "layout"],
+        ids=["version", "flags", "GPU", "layout", "process"],
     )
     def test_cases_of_another_server_are_measured_again(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +15,13 @@ import pytest
 
 from dcpbench.compare import fail_on, picture
 from dcpbench.dashboard import data, pages, site
-from dcpbench.errors import LayoutError, RecordsError, UsageError
+from dcpbench.errors import RecordsError, UsageError
 from dcpbench.hangs import dumps, evidence, heartbeats
 from dcpbench.launch import hang_capture
-from dcpbench.models import SHAPES
 from dcpbench.plan import option_parsers
 from dcpbench.points import cluster_specs
 from dcpbench.points.cluster_specs import load_machine
 from dcpbench.points.comm_model import Call, Sample
-from dcpbench.points.layout import Layout
 from dcpbench.points.prompts import make_random_prompts
 from dcpbench.points.settings import Settings
 from dcpbench.records.record import Rates
@@ -182,16 +179,6 @@ def test_machine_without_gpus_per_host_is_invalid(gpus: int, wrong: bool) -> Non
     machine = msgspec.structs.replace(load_machine("H200"), gpus_per_host=gpus)
     message = f"gpus_per_host = {gpus}: write how many GPUs read each other's memory, such as 8."
     assert cluster_specs._describe_invalid_field(machine) == (message if wrong else "")
-
-
-def test_layout_error_lists_possible_degrees_up_to_64() -> None:
-    shape = dataclasses.replace(SHAPES["kimi-k2"], heads=64 * 65)
-    with pytest.raises(LayoutError) as error:
-        Layout(7).check_model(shape)
-    assert str(error.value) == (
-        f"{shape.name} has 4160 heads, which tp7 would split over 7 ranks; tp/dp can be 1, 2, 4, 5, 8, 10, 13, 16, 20, 26, "
-        "32, 40, 52, 64."
-    )
 
 
 @pytest.mark.parametrize(("text", "fence"), [("", 3), ("a`b", 3), ("```", 4), ("a ```` b `", 5)])

@@ -109,11 +109,24 @@ def test_differences_sum_to_the_gain_of_two_separate_replays(policy: str, seed: 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gain_with_equal_steps_is_all_capacity(policy: str) -> None:
     """Steps are equal and prompts share nothing: a larger capacity avoids preemptions and queueing."""
-    found = split_gain(draw_requests(1), make_side(policy=policy), make_side(dcp=4, policy=policy))
+    found = split_gain(draw_requests(1), make_side(policy=policy), make_side(pages=157, policy=policy))
     parts = get_parts(found)
     assert parts.pop((CAPACITY,)) == pytest.approx(found.difference)
     assert found.difference > 0.1 * found.baseline.value
     assert list(parts.values()) == pytest.approx([0.0] * 6)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_capacity_has_no_part_where_each_pool_is_large_enough(policy: str, seed: int) -> None:
+    """Prompts are cut at multiples of 16 and of 64 tokens, so that the steps differ: no request waits for a page in either."""
+    baseline, layout = (
+        make_side(pages=400, chunk=80, policy=policy),
+        make_side(pages=400, dcp=4, chunk=80, policy=policy),
+    )
+    parts = get_parts(split_gain(draw_requests(seed), baseline, layout))
+    assert parts[STEP_TIME,] != 0 or policy != "mixed"
+    assert [part for causes, part in parts.items() if CAPACITY in causes] == [0.0] * 4
 
 
 def test_gain_with_equal_pools_is_all_step_time() -> None:
@@ -140,10 +153,12 @@ def test_gain_of_a_single_client_is_all_prefix_hits(policy: str) -> None:
 
 
 def test_gain_of_a_cause_is_the_loss_without_it() -> None:
-    """Without the cause, the layout has the baseline's pool. Hits are 0, so that no hit has to be fixed."""
+    """Without the cause, the layout has 624 tokens as the baseline, in ten pages of 64 next to the padding page. Hits are 0, so
+    that no hit has to be fixed.
+    """
     requests = draw_requests(4)
     baseline, layout = make_side(), make_side(FAST, dcp=4)
-    without = replay_alone(requests, dataclasses.replace(layout, config=baseline.config))
+    without = replay_alone(requests, dataclasses.replace(layout, config=dataclasses.replace(layout.config, pages=11)))
     found = split_gain(requests, baseline, layout)
     assert get_parts(found)[CAPACITY,] == pytest.approx(found.layout.value - without.output_tok_s)
 
@@ -160,7 +175,7 @@ def test_shared_gain_of_causes_is_a_part_of_its_own() -> None:
 def test_open_loop_is_split_by_its_latency() -> None:
     """The output of an open loop follows the arrivals, so that capacity gives shorter queues only."""
     requests = draw_requests(5, rate=2.0)
-    found = split_gain(requests, make_side(), make_side(dcp=4), clients=None)
+    found = split_gain(requests, make_side(), make_side(pages=157), clients=None)
     assert found.metric == gain_split.LATENCY
     assert found.difference < 0
     assert get_parts(found)[CAPACITY,] == pytest.approx(found.difference)

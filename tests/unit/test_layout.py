@@ -1,6 +1,7 @@
 """Layouts: valid degrees, one owner per token, and bijective row maps."""
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -152,9 +153,13 @@ class TestModels:
     @pytest.mark.parametrize(
         ("model", "layout", "message"),
         [
-            ("deepseek-v2-lite", Layout(tp=32), "16 heads, which tp32 would split over 32 ranks; tp/dp can be 1, 2, 4"),
+            (
+                "deepseek-v2-lite",
+                Layout(tp=32),
+                "16 heads, which tp32 would split over 32 ranks; use --tp 1, 2, 4, 8 or 16, or --dp 2, 4",
+            ),
             ("deepseek-v3", Layout(tp=3), "128 heads, which tp3 would split over 3 ranks"),
-            ("deepseek-v3", Layout(tp=3, dp=3), "256 experts, which do not divide over --tp 3; --tp can be 1, 2, 4, 8"),
+            ("deepseek-v3", Layout(tp=3, dp=3), "256 experts, which do not divide over --tp 3; use --tp 1, 2, 4, 8"),
             ("tiny", Layout(tp=16, dp=2), "8 experts, which do not divide over --tp 16"),
         ],
         ids=str,
@@ -171,11 +176,11 @@ class TestModels:
         [
             (
                 {"intermediate_size": 18434},
-                "a dense width of 18434, which does not divide over --tp 4; --tp can be 1, 2.",
+                "a dense width of 18434, which does not divide over --tp 4; use --tp ",
             ),
             (
                 {"moe_intermediate_size": 2050, "shared_experts": 3},
-                "a shared expert width of 6150, which does not divide over --tp 4; --tp can be 1, 2.",
+                "a shared expert width of 6150, which does not divide over --tp 4; use --tp ",
             ),
         ],
         ids=["dense", "shared-expert"],
@@ -186,7 +191,8 @@ class TestModels:
     ) -> None:
         """Widths are split over all of tp for any dp. 18,434 = 2 · 13 · 709 and 3 · 2,050 = 2 · 3 · 5² · 41."""
         shape = dataclasses.replace(SHAPES["deepseek-v3"], **changed)
-        with pytest.raises(LayoutError, match=re.escape(message)):
+        instead = {1: "1 or 2.", 2: "2.", 4: "1 or 2 with --dp 1 and --dcp 1."}[dp]
+        with pytest.raises(LayoutError, match=re.escape(message + instead)):
             Layout(tp=4, dp=dp).check_model(shape)
         Layout(tp=2).check_model(shape)
         assert list_valid_layouts(shape, 4) == []
@@ -199,13 +205,13 @@ class TestModels:
                 {"moe_intermediate_size": 2050, "shared_experts": 2},
                 Layout(4),
                 "1",
-                "experts with a width of 2050, which does not divide over --tp 4; --tp can be 1, 2, or add --ep tp.",
+                "experts with a width of 2050, which does not divide over --tp 4; use --tp 1 or 2, or --ep tp.",
             ),
             (
                 {"experts": 255},
                 Layout(4, dp=2),
                 "tp",
-                "255 experts, which do not divide over --tp 4; --tp can be 1, or add --ep 1.",
+                "255 experts, which do not divide over --tp 4; use --tp 1 with --dp 1 and --dcp 1, or --ep 1.",
             ),
             (
                 {},
@@ -224,6 +230,32 @@ class TestModels:
         with pytest.raises(LayoutError) as caught:
             layout.check_model(shape, ep)
         assert message in str(caught.value)
+
+    @pytest.mark.parametrize("model", SHAPES)
+    def test_models_take_the_degrees_that_errors_suggest(self, model: str) -> None:
+        """Each of the values in `use --tp 8, 16 or 32, or --dcp 1` is tried by itself, with the other degrees as they are."""
+        shape, refused = SHAPES[model], 0
+        for tp, dp, dcp, ep in itertools.product((1, 2, 3, 4, 8, 12, 32), (1, 2, 3), (1, 2, 3, 4, 8), ("1", "tp")):
+            if tp % dp or tp // dp % dcp:
+                continue
+            layout = Layout(tp, dp, dcp)
+            try:
+                layout.check_model(shape, ep)
+            except LayoutError as error:
+                refused += 1
+                advice = str(error).removeprefix(error.problem)
+            else:
+                continue
+            parts = re.findall(r"--(\w+) ([\w, ]+?)( with --dp 1 and --dcp 1)?(?=, or --|\.)", advice)
+            assert parts
+            for name, values, others in parts:
+                changed = {"dp": 1, "dcp": 1} if others else {}
+                for value in re.findall(r"\d+|tp", values):
+                    if name == "ep":
+                        layout.check_model(shape, value)
+                    else:
+                        dataclasses.replace(layout, **changed, **{name: int(value)}).check_model(shape, ep)
+        assert refused
 
     def test_valid_layouts_depend_on_the_placement_of_experts(self) -> None:
         """The width of 255 experts can be split over 2 ranks, which is the default, but the experts cannot be

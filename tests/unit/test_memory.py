@@ -118,12 +118,13 @@ class TestGroupedQueryAttention:
         """tp8 has 2 copies of each of 4 KV heads: as in vLLM, dcp ≤ tp / KV heads."""
         Layout(8, dcp=2).check_model(self.QWEN)
         with pytest.raises(
-            LayoutError, match=r"has 4 KV heads, of which tp8·dcp4 has 2 copies each.*--dcp can be 1, 2"
+            LayoutError,
+            match=r"has 4 KV heads, of which tp8·dcp4 has 2 copies each.*use --dcp 1 or 2, or --tp 16, 32 or 64",
         ):
             Layout(8, dcp=4).check_model(self.QWEN)
-        with pytest.raises(LayoutError, match=r"tp4·dcp2 has 1 copy each.*use --dcp 1, or --tp 8 or more"):
+        with pytest.raises(LayoutError, match=r"tp4·dcp2 has 1 copy each.*use --dcp 1, or --tp 8, 16"):
             Layout(4, dcp=2).check_model(self.QWEN)
-        with pytest.raises(LayoutError, match=r"tp8·dp2·dcp2 has 1 copy each.*or --tp 16 or more"):
+        with pytest.raises(LayoutError, match=r"tp8·dp2·dcp2 has 1 copy each.*use --dcp 1, or --tp 16, 32"):
             Layout(8, dp=2, dcp=2).check_model(self.QWEN)
         with pytest.raises(LayoutError, match="4 KV heads, which tp6 would split over 6 ranks"):
             Layout(6).check_model(dataclasses.replace(self.QWEN, heads=66))

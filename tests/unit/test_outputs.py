@@ -31,7 +31,7 @@ from dcpbench.servers.answer_verdict_text import format_report, make_table
 from dcpbench.show import terminal
 from dcpbench.syncs.formats import render_report
 from dcpbench.syncs.gating.config import Allow
-from dcpbench.syncs.gating.gate import Gate
+from dcpbench.syncs.gating.gate import Gate, apply_permissions
 from dcpbench.syncs.gating.gate import compute_verdict as judge_syncs
 from tests.servers import test_agreement as agreeing
 from tests.unit import (
@@ -183,8 +183,8 @@ def test_show_at_three_widths(
 def test_scanned_sites_as_markdown(tmp_path: Path) -> None:
     """All kinds of sites are listed, one of which is allowed."""
     report = syncs_builder.all_kinds()
-    allowed = (Allow(function="sample", reason="tokens leave the GPU here", source="allow[0]"),)
-    report.verdict = judge_syncs(report, Gate(root=ROOT, allow=allowed))
+    gate = Gate(root=ROOT, allow=(Allow(function="sample", reason="tokens leave the GPU here", source="allow[0]"),))
+    report.verdict = judge_syncs(report, gate, apply_permissions(report.sites, gate))
     check_output("syncs-markdown.txt", render_report(report, "markdown", root=ROOT), tmp_path)
 
 

@@ -148,7 +148,7 @@ class TestLayouts:
             "tp4·dcp2·pcp2",
             "tp4·dcp8·pcp2",
         ]
-        with pytest.raises(LayoutError, match="--dcp can be 1, 2, 8"):
+        with pytest.raises(LayoutError, match="use --dcp 1, 2 or 8"):
             Layout(4, dcp=4, pcp=2).check_model(V3)
         with pytest.raises(LayoutError, match=r"vLLM 0\.29 does not combine with it; use --dp 1"):
             Layout(4, dp=2, pcp=2).check_model(V3)

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench.errors import CapacityError, DcpbenchError, LayoutError, MissingPackageError, ModelError, UsageError
+from dcpbench.errors import (
+    CapacityError,
+    DcpbenchError,
+    InsufficientMemoryError,
+    LayoutError,
+    MissingPackageError,
+    ModelError,
+    UnusedOptionsError,
+    UsageError,
+)
 from dcpbench.launch.progress import format_rejected
 from dcpbench.models import load_shape
 from dcpbench.plan import grid
@@ -217,6 +226,34 @@ def test_exchange_options_without_a_dcp_point_are_refused() -> None:
     assert all(c.error is None for c in grid.expand_layouts([Layout(tp=2), Layout(tp=2, dcp=2)], spec, CPU))
 
 
+@pytest.mark.parametrize("model", ["deepseek-v3", "qwen3-235b-a22b", "llama-3.1-70b", "gpt-oss-120b"])
+@pytest.mark.parametrize("option", ["exchange", "all_reduce"])
+@pytest.mark.parametrize("tp", ["1", "4", "8", "3"])
+@pytest.mark.parametrize("gpus", [8, 16])
+def test_advice_for_an_unused_option_names_a_layout_that_runs(model: str, option: str, tp: str, gpus: int) -> None:
+    """Qwen3-235B has 4 KV heads, so that DCP needs 8 ranks, and Llama 8, so that it needs 16; gpt-oss has sliding windows."""
+    typed = {
+        "model": model,
+        "tp": tp,
+        "dp": tp if option == "all_reduce" else "1",
+        "dcp": "1",
+        "concurrency": 8,
+        "baseline": False,
+    }
+    typed |= {option: "symm" if option == "all_reduce" else "a2a"}
+    probe = make_planned_probe("H200", gpus)
+    with pytest.raises(UnusedOptionsError) as refused:
+        expand(probe, **typed)
+    advice = re.search(r"Use for example (.*), or leave it out", str(refused.value))
+    least = {"deepseek-v3": 1, "qwen3-235b-a22b": 8, "llama-3.1-70b": 16, "gpt-oss-120b": 999}[model]
+    assert (advice is not None) == (option == "all_reduce" or least <= gpus)
+    if advice is not None:
+        words = advice[1].replace("--", "").split()
+        typed["dtype"] = "bf16"  # as other precisions have blocks that do not divide over all layouts
+        found = expand(probe, **typed | dict(zip(words[::2], words[1::2], strict=True)))
+        assert [c.error for c in found if c.error and not isinstance(c.error, InsufficientMemoryError)] == []
+
+
 def test_auto_choices_need_times_measured_on_gpus() -> None:
     """A baseline without DCP chooses among backends only; verify and a CPU have no times to choose by."""
     found = expand(dcp="4", concurrency=8, backend="auto", exchange="auto")
@@ -352,12 +389,12 @@ def test_gpus_of_all_nodes_are_counted() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"dcp": "3"}, "--dcp 3 does not divide --tp 4; these do: 1, 2, 4"),
+        ({"dcp": "3"}, "--dcp 3 does not divide --tp 4; deepseek-v3 with --tp 4 can have --dcp 1, 2 or 4"),
         ({"dp": "3"}, "--dp 3 does not divide --tp 4"),
         ({"tp": "1000000007", "dp": "3"}, "--tp 1000000007 is more than the 65,536 ranks"),
         ({"context": "163840"}, "--context can be up to 163839"),
         ({"model": "tiny", "tp": "2"}, "tiny has 32 + 16; use --backend triton"),
-        ({"model": "tiny", "tp": "3", "backend": "triton"}, "tp/dp can be 1, 2, 4, 8"),
+        ({"model": "tiny", "tp": "3", "backend": "triton"}, "use --tp 1, 2, 4 or 8"),
     ],
     ids=["dcp-3", "dp-3", "tp-1000000007", "context-too-long", "flashinfer-tiny", "heads-do-not-divide"],
 )
@@ -371,7 +408,7 @@ def test_more_replicas_than_ranks_is_reported_as_an_error_of_dp(dp: str) -> None
     """The default of --dcp is not blamed, and tp / dp, which rounds down to 0, is not suggested."""
     assert (
         get_shared_reason(expand(dp=dp, concurrency=8))
-        == f"--dp {dp} does not divide --tp 4; with --tp 4 these do: 1, 2, 4."
+        == f"--dp {dp} does not divide --tp 4; deepseek-v3 with --tp 4 can have --dp 1, 2 or 4."
     )
 
 
@@ -447,7 +484,7 @@ def test_error_with_device_cpu_does_not_call_gpus_invisible() -> None:
 
 def test_baseline_that_can_run_does_not_hide_an_invalid_option() -> None:
     """The option --dcp 3 is an error even though tp4 could run."""
-    with pytest.raises(LayoutError, match="these do: 1, 2, 4"):
+    with pytest.raises(LayoutError, match="deepseek-v3 with --tp 4 can have --dcp 1, 2 or 4"):
         grid.require_runnable(expand(dcp="3"))
 
 
@@ -717,7 +754,7 @@ def test_layout_that_cuts_fp8_blocks_is_refused_with_the_largest_valid_tp() -> N
     (found,) = grid.expand_grid(
         make_spec({"tp": "32", "dcp": "1", "concurrency": 1, "baseline": False}, machine), machine
     )
-    assert "use --tp 16, the largest that cuts none, or --weights-dtype bf16." in str(found.error)
+    assert "use --tp 16, the largest layout without this limit, or --weights-dtype bf16." in str(found.error)
 
 
 def test_suggested_layout_that_cuts_no_block_has_degrees_that_divide() -> None:
@@ -725,7 +762,9 @@ def test_suggested_layout_that_cuts_no_block_has_degrees_that_divide() -> None:
     machine = msgspec.structs.replace(H200X4, count=8)
     options = {"model": "minimax-m2", "tp": "8", "dp": "8", "concurrency": 1, "baseline": False}
     (found,) = grid.expand_grid(make_spec(options, machine), machine)
-    assert "use --tp 6 --dp 6, the largest that cuts none, or --ep tp, or --weights-dtype bf16." in str(found.error)
+    assert "use --tp 6 --dp 6, the largest layout without this limit, or --ep tp, or --weights-dtype bf16." in str(
+        found.error
+    )
     for changed in ({"tp": "6", "dp": "6"}, {"ep": "tp"}):
         (found,) = grid.expand_grid(make_spec(options | changed, machine), machine)
         assert found.error is None

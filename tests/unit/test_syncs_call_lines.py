@@ -97,7 +97,7 @@ def locate(
         function=name, file=str(path), line=1, stack=stack, op_chain=ops.split(), call=call, direction=direction
     )
     source = SourceText(text.splitlines(), ast.parse(text))
-    function = find_function(source.tree, name, 1)
+    function = find_function(source, name, 1)
     assert function is not None
     return [line.text for line in find_call_lines(source, function, site)]
 

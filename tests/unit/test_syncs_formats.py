@@ -19,7 +19,7 @@ from dcpbench.syncs import site_text, sync_report
 from dcpbench.syncs.formats import FORMATS, github, render_report
 from dcpbench.syncs.gating import baseline
 from dcpbench.syncs.gating.config import Allow
-from dcpbench.syncs.gating.gate import Gate, compute_verdict
+from dcpbench.syncs.gating.gate import Gate, apply_permissions, compute_verdict
 from dcpbench.syncs.rules import BY_ID, RULES
 from dcpbench.syncs.sync_report import Report
 from tests.unit import syncs_builder as build
@@ -36,7 +36,8 @@ CONTROL_CHARACTERS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u206
 
 def add_verdict(report: Report, **gate: Any) -> Report:
     """Return the report with the verdict of a gate that allows `sample`."""
-    report.verdict = compute_verdict(report, Gate(root=ROOT, **{"allow": (SAMPLE,), **gate}))
+    made = Gate(root=ROOT, **{"allow": (SAMPLE,), **gate})
+    report.verdict = compute_verdict(report, made, apply_permissions(report.sites, made))
     return report
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import datetime as dt
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from dcpbench.syncs import sync_report
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating import comments
 from dcpbench.syncs.gating.config import Allow
-from dcpbench.syncs.gating.gate import Gate, can_be_finding, compute_verdict
+from dcpbench.syncs.gating.gate import Gate, apply_permissions, can_be_finding, compute_verdict
 from dcpbench.syncs.sites import merge_sites
 from dcpbench.syncs.sync_report import CallLine
 from tests.unit import syncs_builder as build
@@ -29,7 +30,21 @@ TODAY = dt.date(2026, 6, 15)
 
 def judge(report: Report, **gate: Any) -> Verdict:
     """Return the judge of a gate that reads no sources."""
-    return compute_verdict(report, Gate(**{"root": NOWHERE, **gate}), today=TODAY)
+    made = Gate(**{"root": NOWHERE, **gate})
+    return compute_verdict(report, made, apply_permissions(report.sites, made, TODAY))
+
+
+def test_verdict_leaves_the_report_as_it_is() -> None:
+    """Only `apply_permissions` sets `allowed`, so that a verdict can be computed again and for another gate."""
+    report = build.all_kinds()
+    before = copy.deepcopy(report)
+    gate = Gate(root=NOWHERE, allow=(Allow(function="sample", reason="made", source="allow[0]"),))
+    verdicts = [compute_verdict(report, gate) for _ in range(2)]
+    assert report == before
+    assert verdicts[0] == verdicts[1]
+    apply_permissions(report.sites, gate)
+    assert [site.allowed for site in report.sites if site.function == "sample"] == ["made"]
+    assert len(compute_verdict(report, gate).findings) == len(verdicts[0].findings) - 1
 
 
 def make_baseline(report: Report) -> baselines.Baseline:
@@ -539,4 +554,4 @@ def test_source_file_of_more_than_4_mib_is_not_read(size: int, read: bool, tmp_p
 def test_lines_of_a_compound_statement_exclude_its_body(line: int, lines: tuple[int, int]) -> None:
     """The text has a condition over two lines, its body, a body on its own line, and a call over three lines."""
     text = "a = 1\nif (a\n    and a):\n    b = 2\nfor x in y:\n    pass\nf(\n    a,\n)\nif a: b\n"
-    assert comments._find_statement(ast.parse(text), line) == lines
+    assert comments._Source({}, set(), ast.parse(text)).statements[line] == lines

@@ -1,16 +1,28 @@
 """Test the timing of the scanner: its trace is a longer run of the same program, and errors are clear."""
 
+import functools
 import gzip
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from dcpbench.commands import syncs
 from dcpbench.errors import TraceError, UsageError
+from dcpbench.syncs.call_lines import add_call_lines
+from dcpbench.syncs.formats import FORMATS, render_report
+from dcpbench.syncs.gating.baseline import build_baseline
+from dcpbench.syncs.gating.gate import Gate, compute_verdict
 from dcpbench.syncs.scan import scan_traces
+from dcpbench.syncs.site_changes import Thresholds, compare_reports
+from dcpbench.syncs.sites import find_worst_step
+from dcpbench.syncs.sync_report import Report
+from tests.unit import syncs_builder as build
 from tests.unit.nsys_builder import Export
 from tools.syncs import checks
 from tools.syncs.__main__ import main
@@ -136,3 +148,55 @@ class TestCommand:
             )
             assert f"Usage: python -m tools.syncs {name}" in done.stdout
         assert not {"corpus", "speed"} & {command.callback.__name__ for command in syncs.app.registered_commands}
+
+
+def count_lines(run: Callable[[], object]) -> int:
+    """Count the lines of the package that are executed; each turn of a comprehension is one."""
+    count = 0
+
+    def see(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        if "dcpbench" not in frame.f_code.co_filename:
+            return None
+        count += event == "line"
+        return see
+
+    before = sys.gettrace()
+    sys.settrace(see)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def write_program(folder: Path, functions: int) -> Report:
+    """Write a program of so many functions, and return a report in which each of them waits, judged by no limit."""
+    body = "def f{0}(x):\n    x.item()  # dcpbench: allow-sync\n\n"
+    (folder / "m.py").write_text("".join(body.format(i) for i in range(functions)))
+    sites = [build.site(f"{i}", function=f"f{i}", file="m.py", line=3 * i + 1) for i in range(functions)]
+    return build.report(*sites)
+
+
+@pytest.mark.parametrize("step", ["call lines", "verdict", "baseline", "per step", "diff", *FORMATS])
+def test_work_grows_with_the_number_of_sites_and_not_faster(step: str, tmp_path: Path) -> None:
+    """Twice the sites are twice the lines that run, at most; with quadratic work it is four times, in the limit."""
+    gate, counts = Gate(root=tmp_path), []
+    for functions in (150, 300):
+        report, other = (write_program(tmp_path, functions) for _ in range(2))
+        add_call_lines(report, [tmp_path])
+        report.verdict = compute_verdict(report, gate)
+        limits = Gate(root=tmp_path, baseline=build_baseline(report.sites[:1]), max_per_step=1.0)
+        for site in other.sites:
+            site.fingerprint, site.file = f"other {site.fingerprint}", "n.py"
+        steps: dict[str, Callable[[], object]] = {
+            "call lines": lambda report=report: add_call_lines(report, [tmp_path]),
+            "verdict": lambda report=report: compute_verdict(report, gate),
+            "baseline": lambda report=report, limits=limits: compute_verdict(report, limits),
+            "per step": lambda report=report: find_worst_step(report.sites),
+            "diff": lambda report=report, other=other: compare_reports(report, other, Thresholds()),
+        }
+        render = functools.partial(render_report, report, step, root=tmp_path)
+        counts.append(count_lines(steps.get(step, render)))
+    assert counts[0] >= 150
+    assert counts[1] <= 2.1 * counts[0]

@@ -41,7 +41,7 @@ def _build_levels(report: Report) -> list[tuple[list[str], list[str], list[str]]
     sites = {
         level: [_format_site(level, site, report) for site in found] for level, found in _group_by_level(report).items()
     }
-    errors = [format_annotation("error", f.message, "Hidden syncs") for f in verdict.findings if not f.fingerprint]
+    errors = [format_annotation("error", f.message, "Hidden syncs") for f in verdict.findings_by_site.get("", ())]
     unknown = [format_annotation("error", reason, "The trace cannot answer") for reason in verdict.reasons]
     warnings = [format_annotation("warning", reason, "Not all is known") for reason in verdict.reasons]
     stale = [format_annotation("warning", text, "No longer needed") for text in verdict.stale]

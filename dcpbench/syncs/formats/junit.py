@@ -39,10 +39,9 @@ def render(report: Report) -> str:
         if seen[name] > 1:
             case.set("name", f"{name} #{seen[name]}")
     limits = []
-    for finding in report.verdict.findings:
-        if not finding.fingerprint:
-            limits.append(make_junit_case("dcpbench.syncs.limits", finding.reason))
-            add_junit_result(limits[-1], "failure", finding.message, finding.message, of=finding.reason)
+    for finding in report.verdict.findings_by_site.get("", ()):
+        limits.append(make_junit_case("dcpbench.syncs.limits", finding.reason))
+        add_junit_result(limits[-1], "failure", finding.message, finding.message, of=finding.reason)
     suites = {"hidden syncs": sites, "limits": limits, "traces": _build_trace_cases(report)}
     return format_junit("dcpbench syncs", {name: cases for name, cases in suites.items() if cases or name != "limits"})
 
@@ -73,7 +72,8 @@ def _build_trace_cases(report: Report) -> list[Element]:
     blamed = set()
     for trace in report.traces:
         case = make_junit_case("dcpbench.syncs.traces", trace.path)
-        reasons = [r for r in report.verdict.reasons if r == explain_no_answer(trace) or r.startswith(f"{trace.path} ")]
+        own = explain_no_answer(trace)
+        reasons = [r for r in report.verdict.reasons if r == own or r.startswith(f"{trace.path} ")]
         blamed.update(reasons)
         if reasons:
             add_junit_result(case, "error", "; ".join(reasons), of="cannot answer")

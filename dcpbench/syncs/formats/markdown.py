@@ -66,7 +66,7 @@ def _render_verdict(report: Report) -> str:
         "cannot answer": "❔ The trace cannot answer",
         "findings": f"❌ Hidden synchronisation: {format_count(len(verdict.findings), 'finding')}",
     }
-    overall = [format_markdown_text(f.message) for f in verdict.findings if not f.fingerprint]
+    overall = [format_markdown_text(f.message) for f in verdict.findings_by_site.get("", ())]
     lines = format_bullet_list([*overall, *map(format_markdown_text, verdict.reasons)])
     return f"## {heads[verdict.status]}" + (f"\n\n{lines}" if lines else "")
 

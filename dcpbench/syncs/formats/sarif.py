@@ -126,7 +126,7 @@ def _build_invocation(report: Report) -> Json:
     notifications = [
         ("error" if verdict.status == "cannot answer" else "warning", reason) for reason in verdict.reasons
     ]
-    notifications += [("error", f.message) for f in verdict.findings if not f.fingerprint]
+    notifications += [("error", f.message) for f in verdict.findings_by_site.get("", ())]
     notifications += [("warning", text) for text in verdict.stale] + [("note", note) for note in count_notes(report)]
     return {
         "executionSuccessful": verdict.status != "cannot answer",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import io
 import re
@@ -16,6 +17,7 @@ import tokenize
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from dcpbench.syncs.sync_report import Site
@@ -34,10 +36,35 @@ class Note(NamedTuple):
     reason: str  # reason of the comment; empty if it has none, and then it allows nothing
 
 
-class _Source(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Source:
     notes: dict[int, Note]  # comments by line
     alone: set[int]  # lines that hold nothing but a comment
     tree: ast.Module | None  # syntax tree; None if this interpreter cannot parse the file
+
+    @functools.cached_property
+    def beginning(self) -> dict[int, list[Function]]:
+        """Return the functions that begin on a line: that of `def`, or that of the first decorator."""
+        return _group_by_line(self._list_functions(), lambda f: {get_first_line(f), f.lineno})
+
+    @functools.cached_property
+    def around(self) -> dict[int, list[Function]]:
+        """Return the functions around a line, from the outside in."""
+        return _group_by_line(self._list_functions(), _get_lines)
+
+    @functools.cached_property
+    def statements(self) -> dict[int, tuple[int, int]]:
+        """Return the first and the last line of the statement around a line; of a compound statement the part before its body."""
+        found: dict[int, tuple[int, int]] = {}
+        for node in ast.walk(self.tree) if self.tree else ():
+            if isinstance(node, ast.stmt):
+                body = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+                last = max(node.lineno, body[0].lineno - 1) if body else _get_last_line(node)
+                found |= dict.fromkeys(range(node.lineno, last + 1), (node.lineno, last))  # ast.walk goes inwards
+        return found
+
+    def _list_functions(self) -> list[Function]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, Function)] if self.tree else []
 
 
 class Comments:
@@ -102,10 +129,6 @@ def _read_source(root: Path, file: str) -> _Source | None:
     return source
 
 
-def _list_functions(source: _Source) -> list[Function]:
-    return [node for node in ast.walk(source.tree) if isinstance(node, Function)] if source.tree else []
-
-
 def _list_function_lines(source: _Source, line: int) -> list[int]:
     """Return the lines on which a comment would apply to all calls of a function that begins on this line.
 
@@ -113,10 +136,10 @@ def _list_function_lines(source: _Source, line: int) -> list[int]:
     """
     if source.tree is None:
         return [line]
-    functions = _list_functions(source)
-    begin = [f for f in functions if line in (get_first_line(f), f.lineno)]
     return [
-        n for f in begin for n in (*_list_comments_above(source, get_first_line(f)), *_list_own_lines(f, functions))
+        n
+        for f in source.beginning.get(line, [])
+        for n in (*_list_comments_above(source, get_first_line(f)), *_list_own_lines(f))
     ]
 
 
@@ -124,25 +147,10 @@ def _list_call_lines(source: _Source, line: int) -> list[int]:
     """Return the lines on which a comment would apply to a call on this line: those of its statement and of its functions' heads."""
     if source.tree is None:
         return [line]
-    around = [f for f in _list_functions(source) if get_first_line(f) <= line <= _get_last_line(f)]
+    around = source.around.get(line, [])
     headers = [n for f in around for n in (*_list_comments_above(source, get_first_line(f)), *_get_header_lines(f))]
-    first, last = _find_statement(source.tree, line)
+    first, last = source.statements.get(line, (line, line))
     return [*range(first, last + 1), *_list_comments_above(source, first), *headers]
-
-
-def _find_statement(tree: ast.Module, line: int) -> tuple[int, int]:
-    """Return first and last line of the statement around a line; of a compound statement only the
-    part before its body.
-    """
-    best = (line, line)
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.stmt):
-            continue
-        body = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
-        last = max(node.lineno, body[0].lineno - 1) if body else _get_last_line(node)
-        if node.lineno <= line <= last:
-            best = (node.lineno, last)  # ast.walk goes from the outside in
-    return best
 
 
 def _list_comments_above(source: _Source, line: int) -> list[int]:
@@ -161,14 +169,26 @@ def _get_header_lines(function: Function) -> range:
     return range(get_first_line(function), function.body[0].lineno)
 
 
-def _list_own_lines(function: Function, functions: list[Function]) -> list[int]:
+def _list_own_lines(function: Function) -> list[int]:
     """Return the lines of a function without those of the functions defined in it."""
-    first, last = get_first_line(function), _get_last_line(function)
-    inner = [f for f in functions if f is not function and first < get_first_line(f) and _get_last_line(f) <= last]
-    nested = {
-        n for f in inner if not isinstance(f, ast.Lambda) for n in range(get_first_line(f), _get_last_line(f) + 1)
-    }
-    return [n for n in range(first, last + 1) if n not in nested]
+    inner = (f for f in ast.walk(function) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef))
+    nested = {n for f in inner if get_first_line(f) > get_first_line(function) for n in _get_lines(f)}
+    return [n for n in _get_lines(function) if n not in nested]
+
+
+def _get_lines(function: Function) -> range:
+    """Return the lines of a function with its decorators."""
+    return range(get_first_line(function), _get_last_line(function) + 1)
+
+
+def _group_by_line(
+    functions: Iterable[Function], list_lines: Callable[[Function], Iterable[int]]
+) -> dict[int, list[Function]]:
+    found: dict[int, list[Function]] = {}
+    for function in functions:
+        for line in list_lines(function):
+            found.setdefault(line, []).append(function)
+    return found
 
 
 def get_first_line(function: Function) -> int:

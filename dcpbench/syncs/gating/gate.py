@@ -62,12 +62,12 @@ class Gate:
     all_ranks: bool = False  # each rank of the program must have a trace, as a server's profiler writes all of them
 
 
-def compute_verdict(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdict:
-    """Return the verdict on a report and set `allowed` of its sites; the report's own verdict is not read.
+def compute_verdict(report: Report, gate: Gate, stale: Iterable[str] = ()) -> Verdict:
+    """Return the verdict on a report to which the gate's permissions were applied; the report's own verdict is not read.
 
-    Entries expire by `today`, which is today in UTC where it is not given.
+    `stale` are the sentences on permissions that `apply_permissions` has returned.
     """
-    stale = apply_permissions(report, gate, today or dt.datetime.now(tz=dt.UTC).date())
+    stale = list(stale)
     counted = sorted(filter(can_be_finding, report.sites), key=get_sort_key)
     findings = []
     if gate.baseline is None and gate.max_per_step is None and gate.max_bubble_us is None:
@@ -107,9 +107,13 @@ def can_be_finding(site: Site) -> bool:
     return not (site.own or site.may_block or site.warmup_only or site.allowed)
 
 
-def apply_permissions(report: Report, gate: Gate, today: dt.date) -> list[str]:
-    """Set `allowed` of each site that has permission and return sentences about stale permissions."""
-    sites = [s for s in report.sites if not s.own]
+def apply_permissions(sites: Iterable[Site], gate: Gate, today: dt.date | None = None) -> list[str]:
+    """Set `allowed` of each site that has permission and return sentences about stale permissions.
+
+    Entries expire by `today`, which is today in UTC where it is not given.
+    """
+    today = today or dt.datetime.now(tz=dt.UTC).date()
+    sites = [s for s in sites if not s.own]
     stale = []
     for entry in gate.allow:
         matched = [s for s in sites if entry.matches(s)]

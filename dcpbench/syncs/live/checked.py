@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +72,7 @@ class SyncCheck:
             seen = []
         seen = [s for s in seen if not (s.may_block or s.allowed)]
         sites = [site for s in seen for site in group_into_sites([s], root=self._gate.root)]
-        apply_permissions(Report(sites=sites), self._gate, dt.datetime.now(tz=dt.UTC).date())
+        apply_permissions(sites, self._gate)
         return [s for s, site in zip(seen, sites, strict=True) if not site.allowed]
 
     @property
