@@ -6,6 +6,9 @@
     total       one `usage` counts all tokens; each chunk gets an equal share
     chunks      no count is reported; each chunk counts as one token
 
+More chunks than requested tokens hold parts of tokens, as from a proxy that cuts texts: then the first, the last and evenly
+spaced chunks count as one token each, and the others as none.
+
 Servers fill `usage` of a chunk in different ways, so it is used only if it fits the chunks that arrived: text cannot
 arrive with a count of 0, and most chunks with text have to raise a cumulative count.
 """
@@ -133,10 +136,10 @@ def count_tokens(
         by, found = Counting.DELTAS, usages
     elif (increases := _read_cumulative(chunks, hidden)) is not None:
         by, found, places = Counting.CUMULATIVE, increases, list(range(len(chunks)))
-    elif total:
-        by, found = Counting.TOTAL, _split_evenly(max(total, len(places)), len(places))
     else:
-        by, found = Counting.CHUNKS, [1] * len(places)
+        by, most = (Counting.TOTAL, total) if total else (Counting.CHUNKS, requested)
+        in_parts = 0 < requested < len(places)
+        found = _spread_tokens(most if in_parts else max(total or 0, len(places)), len(places))
     kept = [(i, tokens) for i, tokens in zip(places, found, strict=True) if tokens]
     return Counts(by, array("d", [chunks.time_s[i] for i, _ in kept]), array("i", [tokens for _, tokens in kept]))
 
@@ -189,6 +192,16 @@ def _has_deltas(usages: Sequence[int], total: int | None, requested: int, *, ful
     if full_length and requested:
         return whole == requested != last
     return last < len(usages) and whole <= Limits(requested).usage_output
+
+
+def _spread_tokens(tokens: int, chunks: int) -> list[int]:
+    """Return how many of the tokens each chunk gets."""
+    if tokens >= chunks:
+        return _split_evenly(tokens, chunks)
+    found = [0] * chunks
+    for number in range(tokens):
+        found[number * (chunks - 1) // max(tokens - 1, 1)] = 1
+    return found
 
 
 def _split_evenly(total: int, parts: int) -> list[int]:
