@@ -139,6 +139,7 @@ class ServerInfo:
 class Counters:
     """Counters of a server since its start; None if it does not report them."""
 
+    answered: bool = True  # True if /metrics answered: SGLang reports a counter only once it has been increased
     preemptions: float | None = None
     cached_tokens: float | None = None
     drafts: DraftCounters = dataclasses.field(default_factory=DraftCounters)
@@ -150,6 +151,7 @@ class Counters:
         found: dict[str, int | None] = {}
         for name in ("preemptions", "cached_tokens"):
             now, then = getattr(self, name), getattr(before, name)
+            then = 0.0 if then is None and before.answered else then
             known = now is not None and then is not None and 0 <= then <= now <= MAX_COUNT
             found[name] = round(now - then) if known else None
         return found
@@ -227,10 +229,12 @@ async def fetch_metrics(client: Client, until_s: float) -> dict[str, list[tuple[
 async def fetch_counters(client: Client) -> Counters:
     """Return the current counters of a server."""
     until_s = time.monotonic() + TIMEOUT_S
-    found, reply = await fetch_metrics(client, until_s) or {}, dict[str, Any]()
+    metrics, reply = await fetch_metrics(client, until_s), dict[str, Any]()
+    found = metrics or {}
     if any(name.startswith(f"{SGLANG}:") for name in found):
         reply = await _fetch_json(client, SGLANG_INFO[0], until_s) or await _fetch_json(client, SGLANG_INFO[1], until_s)
     return Counters(
+        answered=metrics is not None,
         preemptions=_sum_values(found, PREEMPTIONS),
         cached_tokens=_sum_values(found, CACHED),
         drafts=draft_counters.read_draft_counters(found, reply),

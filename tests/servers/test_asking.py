@@ -441,7 +441,8 @@ def test_token_ids_of_a_trace_file_are_sent_unchanged(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        ((1.0, None), (4.0, 5.0), (3, None)),
+        ((1.0, None), (4.0, 5.0), (3, 5)),
+        ((1.0, 2.0), (4.0, None), (3, None)),
         ((1.0, 2.0), (1.0, 2.6), (0, 1)),
         ((4.0, 5.0), (1.0, None), (None, None)),
     ],
@@ -449,9 +450,13 @@ def test_token_ids_of_a_trace_file_are_sent_unchanged(tmp_path: Path, monkeypatc
 def test_compute_increase_subtracts_server_counters(
     before: tuple[float | None, ...], after: tuple[float | None, ...], expected: tuple[int | None, ...]
 ) -> None:
-    """The increase is unknown if the server restarted, so that a counter fell, or did not report the counter."""
+    """The increase is unknown if the server restarted, so that a counter fell, or did not report the counter.
+
+    SGLang reports a counter once it has been increased.
+    """
     then, now = (info.Counters(preemptions=p, cached_tokens=c) for p, c in (before, after))
     assert tuple(now.compute_increase(then).values()) == expected
+    assert now.compute_increase(info.Counters(answered=False)) == {"preemptions": None, "cached_tokens": None}
 
 
 def test_read_metrics_parses_prometheus_lines() -> None:
