@@ -406,8 +406,12 @@ class TestOutputs:
         write_launches(tmp_path / "b", 4, seed=5, cv=0.01, faster=1.03)
         options = Options(metrics=("step_time",))
         found = judge_sides(sides.read_side([tmp_path / "a"]), sides.read_side([tmp_path / "b"]), options)
-        text = "".join(line.plain for line in comparison_table.render(found))
-        assert re.search(r"UNDECIDED, \d×: \d+( to \d+)? more launches of each side would decide them", text)
+        del found.points[1:]
+        (row,) = found.points[0].rows
+        for paired, more, needed in ((False, 8, "8 more launches of each side"), (True, 1, "1 more round")):
+            found.paired, row.more_launches = paired, more
+            text = "".join(line.plain for line in comparison_table.render(found))
+            assert f"UNDECIDED, 1×: {needed} would decide it (+N in a row)." in text
 
     def test_invalid_options_give_one_line_of_advice(self, tmp_path: Path, call) -> None:
         one = build.write(tmp_path / "one", [build.ok(build.point())])
