@@ -16,7 +16,7 @@ from dcpbench.records.lines import decode_or_none
 from dcpbench.records.record import format_server_origin
 from dcpbench.servers import draft_counters
 from dcpbench.servers.client import KEY_ERRORS, KEY_HINT, MAX_BODY, NO_ENDPOINT, OK, RequestError, make_status_error
-from dcpbench.servers.draft_counters import DraftCounters
+from dcpbench.servers.draft_counters import MAX_COUNT, DraftCounters
 from dcpbench.servers.kv_capacity import KvReport, compute_capacity, describe_conflicts, read_sglang, read_vllm
 from dcpbench.servers.load import retry_while_busy
 from dcpbench.show.text import fit_line, fit_name, format_count, format_list
@@ -33,7 +33,6 @@ SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)")
 LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
 MAX_METRICS, MAX_LINE = 1 << 24, 1 << 14  # bytes of /metrics, characters of a line; 64 engines of vLLM write 4 MB
 MAX_NAMES, MAX_SERIES = 4096, 4096  # names of metrics, and series of each name, that are kept
-MAX_COUNT = float(1 << 53)  # of a counter: Prometheus sends floats, which are exact up to here
 MAX_NAME, MAX_MODELS = 512, 1024  # characters of a model's name, and models of a server
 MAX_MODEL_LEN = 1 << 40
 MAX_LISTED = 10  # models named in a message

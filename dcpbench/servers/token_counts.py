@@ -33,7 +33,6 @@ MIN_OUTPUT_SLACK = 8  # tokens that a usage may count beyond the request: specul
 OUTPUT_SLACK_SHARE = 0.05  # or this share of the request, whichever is more
 MAX_HIDDEN = 1 << 20  # reasoning tokens that are counted and not sent
 SPARE_CHUNKS = 1000  # chunks beyond twice the tokens that the request allows, after which a stream never ends
-MAX_TOKEN_ID = (1 << 31) - 1  # samples keep ids as int32
 MIN_TEXT, TEXT_OF_TOKEN = 1 << 16, 1 << 10  # characters of an answer, and for each of its tokens
 BYTES_OF_ID = 12  # of one id in JSON, with the comma and the space after it
 
