@@ -3,11 +3,9 @@
     token ids   the chunk lists the ids of its tokens (`return_token_ids`)
     cumulative  `usage` of each chunk counts all tokens so far (`continuous_usage_stats`)
     deltas      `usage` of each chunk counts its own tokens
-    total       one `usage` counts all tokens; each chunk gets an equal share
+    total       one `usage` counts all tokens; each chunk gets an equal share, at least one. More chunks than requested tokens
+                hold parts of tokens, as from a proxy that cuts texts: the first, the last and evenly spaced ones get one each
     chunks      no count is reported; each chunk counts as one token
-
-More chunks than requested tokens hold parts of tokens, as from a proxy that cuts texts: then the first, the last and evenly
-spaced chunks count as one token each, and the others as none.
 
 Servers fill `usage` of a chunk in different ways, so it is used only if it fits the chunks that arrived: text cannot
 arrive with a count of 0, and most chunks with text have to raise a cumulative count.
@@ -135,10 +133,11 @@ def count_tokens(
         by, found = Counting.DELTAS, usages
     elif (increases := _read_cumulative(chunks, hidden)) is not None:
         by, found, places = Counting.CUMULATIVE, increases, list(range(len(chunks)))
-    else:
-        by, most = (Counting.TOTAL, total) if total else (Counting.CHUNKS, requested)
+    elif total:
         in_parts = 0 < requested < len(places)
-        found = _spread_tokens(most if in_parts else max(total or 0, len(places)), len(places))
+        by, found = Counting.TOTAL, _spread_tokens(total if in_parts else max(total, len(places)), len(places))
+    else:
+        by, found = Counting.CHUNKS, [1] * len(places)
     kept = [(i, tokens) for i, tokens in zip(places, found, strict=True) if tokens]
     return Counts(by, array("d", [chunks.time_s[i] for i, _ in kept]), array("i", [tokens for _, tokens in kept]))
 
