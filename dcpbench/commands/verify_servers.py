@@ -62,6 +62,10 @@ def compare_servers(remote: ServerOptions, given: dict[str, object], load: Load,
     )
     check_decides(prompts, questions.lengths or DOUBLED, questions.batches, len(urls))
     targets = [_make_target(url, remote, run) for url in urls]
+    if len({target.url for target in targets}) < len(targets):
+        raise UsageError(
+            f"--url names {targets[0].url} twice; give it once to compare this server with itself, or name another one."
+        )
     if run.caller.elsewhere is not None:
         return 0
     _check_output(run.output, force=run.force)

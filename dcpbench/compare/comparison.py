@@ -51,14 +51,16 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 class Uncompared(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold a metric of a point that only one side has, or that is 0 in too few launches of a side to be judged."""
+    """Hold a metric of a point that only one side has, that is 0 in too few launches of a side, or that has two definitions."""
 
     metric: str
     absent_in: SideName
     zero: bool = False  # true for a rate of 0, which has no ratio
+    other_objectives: bool = False  # true for goodput under other objectives
 
     def __str__(self) -> str:
-        return f"{self.metric} ({'0' if self.zero else 'absent'} in {self.absent_in.upper()})"
+        what = "0" if self.zero else "other objectives" if self.other_objectives else "absent"
+        return f"{self.metric} ({what} in {self.absent_in.upper()})"
 
 
 class PointResult(msgspec.Struct, kw_only=True):

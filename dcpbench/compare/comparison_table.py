@@ -9,6 +9,7 @@ from rich.text import Text
 
 from dcpbench.compare.comparison import WORST_FIRST
 from dcpbench.compare.comparison_text import (
+    count_launches,
     format_gate,
     format_interval,
     format_label,
@@ -115,9 +116,10 @@ def _open_ends(c: Comparison) -> Iterator[Text]:
     rows = [row for point in c.points for row in point.rows if row.verdict == "UNDECIDED" and row.reason]
     decidable = sorted(row.more_launches for row in rows if row.judged and row.more_launches)
     if decidable:
-        most = f" to {decidable[-1]}" if decidable[-1] > decidable[0] else ""
-        what = "rounds" if c.paired else "launches of each side"
-        yield Text(f"UNDECIDED, {len(decidable)}×: {decidable[0]}{most} more {what} would decide them (+N in a row).")
+        least, most = f"{decidable[0]} to " if decidable[-1] > decidable[0] else "", decidable[-1]
+        needed = format_count(most, "more round") if c.paired else f"{count_launches(most, 'more ')} of each side"
+        them = "it" if len(decidable) == 1 else "them"
+        yield Text(f"UNDECIDED, {len(decidable)}×: {least}{needed} would decide {them} (+N in a row).")
     reasons: dict[str, int] = {}
     for row in rows:
         if not (row.judged and row.more_launches):

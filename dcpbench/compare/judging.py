@@ -146,8 +146,7 @@ def _compare_point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[R
     for metric in list_compared_metrics(workload, options.metrics):
         kind = metric.errors.get(workload)
         left, right = ([_list_values(metric, kind, side) for side in sides] for sides in (pair.a, pair.b))
-        if kind is not None and (zero := _find_zero_rates(metric, pair)):
-            _compare_zero_rates(metric, pair, options, found, zero)
+        if kind is not None and _has_no_ratio(metric, kind, pair, options, found):
             continue
         if not any(left) or not any(right):
             if any(left) or any(right):
@@ -213,6 +212,17 @@ def _list_values(metric: Metric, kind: Error | None, side: tuple[Run, list[Recor
     return [v for record in side[1] if (v := get_comparable(metric, record, sampled=kind is not None)) is not None]
 
 
+def _has_no_ratio(metric: Metric, kind: Error, pair: Pair, options: Options, found: PointResult) -> bool:
+    """Return True for a rate that is 0 on a side, or of different objectives, after adding it to `found`."""
+    if kind == "objectives" and _has_other_objectives(pair.records):
+        found.not_compared.append(Uncompared(metric=metric.brief, absent_in="b", other_objectives=True))
+    elif zero := _find_zero_rates(metric, pair):
+        _compare_zero_rates(metric, pair, options, found, zero)
+    else:
+        return False
+    return True
+
+
 def _compare_zero_rates(metric: Metric, pair: Pair, options: Options, found: PointResult, zero: SideName) -> None:
     """Compare rates by their ranges, because some are 0 on the side `zero`; few launches, CPU runs and forecasts are not compared."""
     left, right = ([_list_values(metric, None, launch) for launch in side] for side in (pair.a, pair.b))
@@ -221,6 +231,12 @@ def _compare_zero_rates(metric: Metric, pair: Pair, options: Options, found: Poi
         found.rows.append(_compare_counts(metric, left, right, options.margin))
     else:
         found.not_compared.append(Uncompared(metric=metric.brief, absent_in=zero, zero=True))
+
+
+def _has_other_objectives(records: Sequence[Record]) -> bool:
+    """Return True if goodput counts requests by different objectives."""
+    served = [r.serve for r in records if r.serve and r.serve.request_goodput is not None]
+    return any(serve.slo_ms != served[0].slo_ms for serve in served)
 
 
 def _find_zero_rates(metric: Metric, pair: Pair) -> SideName | None:

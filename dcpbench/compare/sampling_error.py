@@ -11,7 +11,7 @@ import numpy as np
 from dcpbench.compare import resampling
 from dcpbench.errors import DcpbenchError
 from dcpbench.records import formulas
-from dcpbench.serving.outcome import CANCELLED, FINISHED
+from dcpbench.serving.outcome import CANCELLED, FAILED, FINISHED
 from dcpbench.serving.samples import find_samples, read_samples
 
 if TYPE_CHECKING:
@@ -68,7 +68,11 @@ def read_record_requests(record: Record, folder: Path) -> Requests:
         return Requests(
             times=[
                 formulas.RequestTimes(
-                    row.submitted_s, row.token_s, finished=row.outcome == FINISHED, turn=row.session_turn
+                    row.submitted_s,
+                    row.token_s,
+                    finished=row.outcome == FINISHED,
+                    failed=row.outcome == FAILED,
+                    turn=row.session_turn,
                 )
                 for row in rows
                 if row.token_s

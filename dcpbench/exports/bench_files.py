@@ -11,7 +11,7 @@ from dcpbench.points.names import CLOSED, GAMMA
 from dcpbench.records import formulas
 from dcpbench.records.metrics import PERCENTILES
 from dcpbench.records.record import OURS
-from dcpbench.serving.outcome import FINISHED, REJECTED
+from dcpbench.serving.outcome import FAILED, FINISHED, REJECTED
 from dcpbench.serving.samples import find_samples, read_samples
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Requests:
 
 
 def _format_error(row: Row) -> str:
-    return f"rejected: {row.reason}" if row.outcome == REJECTED else "cut off when the run ended"
+    return f"{row.outcome}: {row.reason}" if row.outcome in (REJECTED, FAILED) else "cut off when the run ended"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

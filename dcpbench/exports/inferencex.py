@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FILE = "inferencex.json"
 GPU = re.compile(r"\b(?:gb|mi|h|b|a)\d{2,3}[a-z]?\b")  # hardware as InferenceX names it: `h200`, `mi355x`, `gb200`
+SPECULATION = re.compile(r"\bspec=([^,]+)")  # in the settings of an import from InferenceX
 OPEN_LOOPS = Rule(
     "with an open loop, while a row has one concurrency",
     lambda m: not (m.record.point.load and m.record.point.load.arrival == CLOSED),
@@ -57,7 +58,7 @@ def _build_row(p: ServedPoint) -> dict[str, Any]:
         "infmax_model_prefix": point.model,
         "framework": p.m.origin,
         "precision": point.weights_precision,
-        "spec_decoding": "none",
+        "spec_decoding": _describe_speculation(p),
         "disagg": False,
         "isl": isl,
         "osl": osl,
@@ -79,6 +80,12 @@ def _build_row(p: ServedPoint) -> dict[str, Any]:
         if name.endswith("tpot_ms") and not name.startswith("std") and ms > 0
     }
     return found
+
+
+def _describe_speculation(p: ServedPoint) -> str:
+    """Return `mtp`, the method that an import states, `unknown` for a server that verified drafts, or `none`."""
+    stated = SPECULATION.search(p.m.record.point.settings)
+    return "mtp" if p.m.record.point.mtp else stated[1] if stated else "unknown" if p.serve.speculation else "none"
 
 
 def _get_lengths(m: MeasuredPoint) -> tuple[int | None, int | None]:

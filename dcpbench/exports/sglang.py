@@ -55,7 +55,7 @@ def _build_result(p: ServedPoint) -> dict[str, Any]:
         "output_throughput": totals.output_tokens / wall,
         "total_throughput": (totals.input_tokens + totals.output_tokens) / wall,
         **bench_files.collect_statistics(p, NAMES),
-        "accept_length": None,
+        "accept_length": serve.speculation.tokens_per_step if serve.speculation else None,
     }
     if serve.e2el_ms.mean is not None:
         found["concurrency"] = serve.e2el_ms.mean / 1e3 * serve.e2el_ms.samples / wall

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.exports import RenderedFiles, bench_files, encode_json
 from dcpbench.exports.measured_points import compute_digest
+from dcpbench.points.names import VLLM_OBJECTIVES
 from dcpbench.reports import load_labels
 from dcpbench.show.text import fit_name
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 TP, DP, DCP, EP = "tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel"
 """Metadata under vLLM's option names; its tp counts the GPUs of one dp replica, dcpbench's those of all."""
 OUTER = {"pp": "pipeline_parallel_size", "pcp": "prefill_context_parallel_size"}  # imported servers, above 1
-GOODPUT_OF = ("ttft", "tpot", "e2el")  # latencies that vLLM's --goodput can bound; it has no objective for ITL
 
 
 def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
@@ -83,7 +83,7 @@ def _build_metadata(p: ServedPoint) -> dict[str, str]:
 def _format_goodput(p: ServedPoint) -> str:
     """Return the objectives for --goodput, `ttft:500 e2el:9000`; empty if vLLM cannot express them."""
     slo = p.serve.slo_ms
-    return " ".join(f"{n}:{ms:g}" for n, ms in slo.items()) if slo and set(slo) <= set(GOODPUT_OF) else ""
+    return " ".join(f"{n}:{ms:g}" for n, ms in slo.items()) if slo and set(slo) <= set(VLLM_OBJECTIVES) else ""
 
 
 def _make_file_name(p: ServedPoint) -> str:

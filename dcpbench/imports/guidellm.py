@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from dcpbench.errors import RecordsError
 from dcpbench.imports import result
 from dcpbench.imports.documents import Document
 from dcpbench.imports.result import EVEN, ONE_TOKEN, Rates, Result
@@ -22,6 +23,7 @@ from dcpbench.records import formulas
 from dcpbench.records.record import Latencies
 
 SYNCHRONOUS, CONCURRENT, THROUGHPUT, CONSTANT = "synchronous", "concurrent", "throughput", "constant"
+EARLIER = "run_stats"  # field of versions before 0.4
 ARRIVALS = {  # arrival of each strategy's requests, in the names of a load
     SYNCHRONOUS: CLOSED,
     CONCURRENT: CLOSED,
@@ -113,7 +115,12 @@ class File(msgspec.Struct, frozen=True):
 
 
 def read(document: Document) -> Result:
-    """Read one benchmark. Raise RecordsError for a document of another tool or of an unknown strategy."""
+    """Read one benchmark. Raise RecordsError for a document of another tool or version, or of an unknown strategy."""
+    if EARLIER in document.fields:
+        raise RecordsError(
+            f"{document.where} is of an earlier GuideLLM, of which the reports have {EARLIER}; run the benchmark with version 0.5 "
+            "or newer."
+        )
     found: File = result.convert(document, File, TOOLS[GUIDELLM])
     metrics, strategy, totals = found.metrics, found.config.strategy, found.metrics.request_totals
     arrival = result.choose(document.where, "config.strategy.type_", strategy.type_, ARRIVALS)

@@ -33,10 +33,8 @@ def compute_metrics(result: Result, gpus: int) -> tuple[ServeMetrics, list[str]]
         chunked |= details.has_chunk_gaps()
     found = _fill_metrics(result if details is None else _summarize_requests(result, details), gpus)
     holds = {REQUESTS_FAILED: bool(result.failed), SUMMARY_ONLY: details is None, CHUNK_GAPS: chunked}
-    return found, [
-        *(warning for warning, is_set in holds.items() if is_set),
-        *(find_warnings(found) if details else ()),
-    ]
+    warnings = [warning for warning, is_set in holds.items() if is_set]
+    return found, list(dict.fromkeys([*warnings, *(find_warnings(found) if details else ())]))
 
 
 def count_chunk_tokens(result: Result) -> float | None:

@@ -29,7 +29,7 @@ RECOGNISED_BY = {  # fields that the files of the other tools do not have
     VLLM: ("model_id", "num_prompts"),
     SGLANG: ("median_e2e_latency_ms", "dataset_name"),
     INFERENCEX: ("tput_per_gpu", "infmax_model_prefix"),
-    GUIDELLM: ("scheduler_metrics", "scheduler_state"),
+    GUIDELLM: ("scheduler_metrics", "scheduler_state", guidellm.EARLIER),
     AIPERF: ("inter_token_latency", "output_sequence_length", "benchmark_duration", "records"),
     VLLM_FORWARD: ("median_us",),
     SGLANG_ONE_BATCH: ("prefill_latency", "overall_throughput"),

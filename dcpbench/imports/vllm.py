@@ -17,7 +17,7 @@ from dcpbench.errors import RecordsError
 from dcpbench.imports import field_names, result
 from dcpbench.imports.result import Result
 from dcpbench.points.bounds import MAX_NUMBER
-from dcpbench.points.names import CLOSED, GAMMA, MOE_EP, MOE_TP, TOOLS, TRACE, VLLM
+from dcpbench.points.names import CLOSED, GAMMA, MOE_EP, MOE_TP, TOOLS, TRACE, VLLM, VLLM_OBJECTIVES
 from dcpbench.records.record import Latencies
 from dcpbench.show.text import summarize_long_text
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from dcpbench.imports.documents import Document
 
-GOODPUT_OF = ("ttft", "tpot", "e2el")
 TIMES = ("ttft", "itl", "tpot", "e2el")
 
 
@@ -261,7 +260,7 @@ def _parse_objectives(text: str) -> dict[str, float]:
             ms = float(limit)
         except ValueError:
             return {}
-        if name not in GOODPUT_OF or not 0 < ms < math.inf:
+        if name not in VLLM_OBJECTIVES or not 0 < ms < math.inf:
             return {}
         found[name] = ms
     return found

@@ -36,6 +36,7 @@ NO_EXCHANGE = "none"  # exchange of a point with dcp 1, where nothing is exchang
 LIVE, REPLAY = MODES = ("live", "replay")  # modes of serving: live, or in virtual time from measured step times
 PREFILLS = ("sdpa", "flashinfer")  # values of --prefill; kernels/prefill implements them
 OBJECTIVES = ("ttft", "itl", "tpot", "e2el")  # objectives of --slo, in ms; formulas.py defines them
+VLLM_OBJECTIVES = ("ttft", "tpot", "e2el")  # those that --goodput of vLLM's bench can bound
 VLLM, SGLANG, INFERENCEX, GUIDELLM, AIPERF, VLLM_FORWARD, SGLANG_ONE_BATCH = ENGINES = (
     "vllm",
     "sglang",

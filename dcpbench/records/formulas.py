@@ -42,7 +42,8 @@ class RequestTimes:
 
     submitted_s: float
     token_times_s: Sequence[float] | Floats  # one per token, not per stream chunk; kept as a float64 array
-    finished: bool = True  # false if the request was cut off: its tokens count, its latencies do not
+    finished: bool = True  # false if the request was cut off or failed: its tokens count, its latencies do not
+    failed: bool = False  # true if its server did not answer it to its end
     turn: tuple[int, int] | None = None  # session and turn; a client sends all requests of a turn (sub-agents) at once
 
     def __post_init__(self) -> None:
@@ -159,7 +160,7 @@ def find_steady_window(
 ) -> tuple[float, float] | None:
     """Return the longest time in which at least 95 % of `concurrency` clients have a request in flight, as (start, end) in s.
 
-    A request is in flight from t0 to tn, or to the run's last token where it was cut off. `waiting` has t0 and turn of
+    A request is in flight from t0 to tn, or to the run's last token if the run cut it off. `waiting` has t0 and turn of
     requests that were cut off before their first token. One that starts at the moment another ends leaves no gap, and
     neither does a client that takes up to TURNAROUND_S to send its next request. None if the target is never reached.
     Raise UsageError for a concurrency below 1.
@@ -169,7 +170,7 @@ def find_steady_window(
     last = max((r.end_s for r in requests), default=0.0)
     times: dict[object, list[float]] = {}  # by client's turn
     for r in requests:
-        times.setdefault(r.turn or object(), []).extend((r.submitted_s, r.end_s if r.finished else last))
+        times.setdefault(r.turn or object(), []).extend((r.submitted_s, r.end_s if r.finished or r.failed else last))
     for submitted_s, turn in waiting:
         if submitted_s < last:
             times.setdefault(turn or object(), []).extend((submitted_s, last))

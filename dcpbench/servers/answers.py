@@ -17,7 +17,6 @@ from dcpbench.servers.events import (
     read_error_message,
 )
 from dcpbench.servers.token_counts import (
-    MAX_TOKEN_ID,
     Chunks,
     Counting,
     Counts,
@@ -25,6 +24,7 @@ from dcpbench.servers.token_counts import (
     count_hidden,
     count_tokens,
 )
+from dcpbench.serving.request_files import MAX_TOKEN_ID
 from dcpbench.show.text import fit_line, format_count
 
 BY_IDS, BY_USAGE, BY_CHUNKS = "token ids", "usage", "chunks"  # sources of the token count of a chunk, in records

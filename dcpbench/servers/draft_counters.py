@@ -27,7 +27,7 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 GENERATED = "sglang:generation_tokens_total"
 NAMES = (DRAFTS, ACCEPTED, GENERATED)
 MAX_POSITIONS = 64
-MAX_COUNT = float(1 << 53)
+MAX_COUNT = float(1 << 53)  # of a counter: Prometheus sends floats, which are exact up to here
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_EVENT = 1 << 20  # bytes of one event without the echo of a prompt; a chunk with its logprobs has some thousands
 MAX_QUOTE, MAX_SHOWN = 300, 200  # characters of a server's error message, and of anything else that it sent
 DONE = b"[DONE]"
-PLAIN = b"data: "
+PLAIN, COMMENT, BYTE_ORDER_MARK = b"data: ", b":", b"\xef\xbb\xbf"
 
 
 class Fault(enum.StrEnum):
@@ -88,7 +88,10 @@ class StreamError(Exception):
 
 
 class Events:
-    """Cut a stream into the `data` of its events, each with the time at which its first byte arrived."""
+    """Cut a stream into the `data` of its events, each with the time at which its first byte arrived.
+
+    Comments before an event do not belong to it. An event of the type `error` becomes an error of OpenAI's API.
+    """
 
     __slots__ = ("_after_return", "_began_s", "_held", "_limit")
 
@@ -107,7 +110,10 @@ class Events:
         if self._after_return or b"\r" in data:
             data = self._normalize_newlines(data)
         held = self._held
+        if held.startswith(COMMENT):
+            self._began_s = now_s
         if not held:
+            data = data.removeprefix(BYTE_ORDER_MARK)
             *whole, rest = data.split(b"\n\n")
             self._add_rest(rest, now_s)
             return [(text, now_s) for event in whole if (text := _get_data(event)) is not None]
@@ -126,10 +132,12 @@ class Events:
         return found
 
     def _add_rest(self, rest: bytes, began_s: float) -> None:
-        """Add the beginning of an event to the held bytes. Further blank lines after an event begin no new one."""
+        """Add the beginning of an event to the held bytes. Further blank lines and comments begin no new one."""
         if rest and (self._held or (rest := rest.lstrip(b"\n"))):
             self._began_s = began_s
             self._held += rest
+        while self._held.startswith(COMMENT) and (end := self._held.find(b"\n")) >= 0:
+            del self._held[: end + 1]
         if len(self._held) > self._limit:
             raise StreamError(BadStream(fault=Fault.EVENT_TOO_LONG, limit=self._limit))
 
@@ -154,12 +162,20 @@ class Events:
 
 
 def _get_data(event: bytes) -> bytes | None:
-    """Return the lines of the field `data`, or None if there is none, as in a keep-alive comment."""
+    """Return the lines of the field `data`, or None if there is none, as in a keep-alive comment.
+
+    Dynamo puts the message of an error into a comment.
+    """
     if event.startswith(PLAIN) and b"\n" not in event:
         return event[len(PLAIN) :]
-    fields = (line.partition(b":") for line in event.split(b"\n"))
-    lines = [value.removeprefix(b" ") for name, _, value in fields if name == b"data"]
-    return b"\n".join(lines) if lines else None
+    fields: dict[bytes, list[bytes]] = {}
+    for line in event.split(b"\n"):
+        name, _, value = line.partition(b":")
+        fields.setdefault(name, []).append(value.removeprefix(b" "))
+    data = fields.get(b"data")
+    if fields.get(b"event", [])[-1:] == [b"error"]:
+        return msgspec.json.encode({"error": read_error_message(b"\n".join(data or fields.get(b"", [])))})
+    return b"\n".join(data) if data else None
 
 
 class PromptDetails(msgspec.Struct, frozen=True):

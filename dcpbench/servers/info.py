@@ -16,7 +16,7 @@ from dcpbench.records.lines import decode_or_none
 from dcpbench.records.record import format_server_origin
 from dcpbench.servers import draft_counters
 from dcpbench.servers.client import KEY_ERRORS, KEY_HINT, MAX_BODY, NO_ENDPOINT, OK, RequestError, make_status_error
-from dcpbench.servers.draft_counters import DraftCounters
+from dcpbench.servers.draft_counters import MAX_COUNT, DraftCounters
 from dcpbench.servers.kv_capacity import KvReport, compute_capacity, describe_conflicts, read_sglang, read_vllm
 from dcpbench.servers.load import retry_while_busy
 from dcpbench.show.text import fit_line, fit_name, format_count, format_list
@@ -33,7 +33,6 @@ SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)")
 LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
 MAX_METRICS, MAX_LINE = 1 << 24, 1 << 14  # bytes of /metrics, characters of a line; 64 engines of vLLM write 4 MB
 MAX_NAMES, MAX_SERIES = 4096, 4096  # names of metrics, and series of each name, that are kept
-MAX_COUNT = float(1 << 53)  # of a counter: Prometheus sends floats, which are exact up to here
 MAX_NAME, MAX_MODELS = 512, 1024  # characters of a model's name, and models of a server
 MAX_MODEL_LEN = 1 << 40
 MAX_LISTED = 10  # models named in a message
@@ -144,6 +143,7 @@ class ServerInfo:
 class Counters:
     """Counters of a server since its start; None if it does not report them."""
 
+    answered: bool = True  # True if /metrics answered: SGLang reports a counter only once it has been increased
     preemptions: float | None = None
     cached_tokens: float | None = None
     drafts: DraftCounters = dataclasses.field(default_factory=DraftCounters)
@@ -155,6 +155,7 @@ class Counters:
         found: dict[str, int | None] = {}
         for name in ("preemptions", "cached_tokens"):
             now, then = getattr(self, name), getattr(before, name)
+            then = 0.0 if then is None and before.answered else then
             known = now is not None and then is not None and 0 <= then <= now <= MAX_COUNT
             found[name] = round(now - then) if known else None
         return found
@@ -236,10 +237,12 @@ async def fetch_metrics(client: Client, until_s: float) -> dict[str, list[tuple[
 async def fetch_counters(client: Client) -> Counters:
     """Return the current counters of a server."""
     until_s = time.monotonic() + TIMEOUT_S
-    found, reply = await fetch_metrics(client, until_s) or {}, dict[str, Any]()
+    metrics, reply = await fetch_metrics(client, until_s), dict[str, Any]()
+    found = metrics or {}
     if any(name.startswith(f"{SGLANG}:") for name in found):
         reply = await _fetch_json(client, SGLANG_INFO[0], until_s) or await _fetch_json(client, SGLANG_INFO[1], until_s)
     return Counters(
+        answered=metrics is not None,
         preemptions=_sum_values(found, PREEMPTIONS),
         cached_tokens=_sum_values(found, CACHED),
         drafts=draft_counters.read_draft_counters(found, reply),

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import SGLANG
 from dcpbench.records.record import KvSources
+from dcpbench.servers.exit_reason import COLOUR
 from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 MAX_TOKENS = 10**15  # a larger number is no capacity: 1e15 tokens of 1 byte are a petabyte
 BY_LABEL, BY_LOG, BY_BLOCKS, BY_POOL = "kv_cache_size_tokens", "log", "num_gpu_blocks", "max_total_num_tokens"
 LOG, REPLICAS, CONTEXT_PARALLEL = "log", "replicas", "context_parallel"  # kinds of KvSources.conflicts
-ANSI = re.compile(r"\x1b\[[0-9;]*m")
 VLLM_LOG = re.compile(
     r"^(?P<process>\(EngineCore[^)]*\))?.*[CG]PU KV cache size: (?P<tokens>[\d,]{1,20}) tokens", re.MULTILINE
 )
@@ -182,7 +182,7 @@ def _compute_expected_log(blocks: int, block_size: int, cp: int, replicas: int, 
 
 def _sum_vllm_log_tokens(log: str) -> int | None:
     """Return the sum of the last KV cache size that each engine process logged; None if none did."""
-    lines = VLLM_LOG.finditer(ANSI.sub("", log))
+    lines = VLLM_LOG.finditer(COLOUR.sub("", log))
     found = {match["process"]: int(match["tokens"].replace(",", "")) for match in lines}
     return sum(found.values()) or None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http
 import http.client
 import itertools
 import json
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 LOGS = "servers"  # folder of a run with the logs of its servers
 GRACE_S = 10.0
 POLL_S = 0.2
-OK = 200
 
 
 def choose_log_path(folder: Path, name: str) -> Path:
@@ -129,7 +129,7 @@ class Server:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
         try:
             connection.request("GET", self.ready)
-            return connection.getresponse().status == OK
+            return connection.getresponse().status == http.HTTPStatus.OK
         except (OSError, http.client.HTTPException):
             return False
         finally:

@@ -44,7 +44,7 @@ from dcpbench.servers.client import Client, Target
 from dcpbench.servers.client_pool import open_load
 from dcpbench.servers.descriptors import OPEN_FILES, raise_open_file_limit
 from dcpbench.servers.draft_counters import summarize_drafts
-from dcpbench.servers.load import Call, LoadOptions, Run
+from dcpbench.servers.load import LoadOptions, Run
 from dcpbench.servers.profile import find_waits, record_traces
 from dcpbench.servers.prompt_format import COMPLETIONS, PromptFormat, find_prompt_format
 from dcpbench.serving.loads import make_point_requests
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.events import Fault
     from dcpbench.servers.info import Counters, ServerInfo
     from dcpbench.servers.launch import Server as StartedServer
-    from dcpbench.servers.load import Outcome, Pace
+    from dcpbench.servers.load import Call, Outcome, Pace
 
 # Names of warnings; reports/explain.py has a sentence for each.
 CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = "client_bound", "gaps_divided", "nominal_lengths"
@@ -350,7 +350,7 @@ async def _profile_point(
     """
     try:
         async with Client(server.config.target) as client:
-            calls = _make_short_calls(client, server.prompt_format, sent.requests[:PROFILED])
+            calls = _make_short_calls(client.target, server.prompt_format, sent.requests[:PROFILED])
             paths = await record_traces(
                 client, calls, min(point.concurrency, PROFILED), folder, server.config.traces_wait_s, tell
             )
@@ -384,9 +384,9 @@ async def _warm_up(
 
     Raise WorkerError if all of them fail.
     """
-    calls = _make_short_calls(client, prompt_format, requests[: config.warm_up])
-    if not calls:
+    if not config.warm_up:
         return None
+    calls = _make_short_calls(client.target, prompt_format, requests[: config.warm_up])
     run = Run(client, calls, LoadOptions(clients=len(calls), retries=config.retries))
     await run.send_load()
     errors = [outcome.error for outcome in run.outcomes if outcome.error is not None]
@@ -396,17 +396,18 @@ async def _warm_up(
     return float(np.median(gaps)) if gaps else None
 
 
-def _make_short_calls(client: Client, prompt_format: PromptFormat, requests: Sequence[ServeRequest]) -> list[Call]:
+def _make_short_calls(target: Target, prompt_format: PromptFormat, requests: Sequence[ServeRequest]) -> list[Call]:
     """Return requests of the same lengths, with other tokens and short answers."""
     generator = np.random.Generator(np.random.PCG64(secrets.randbits(64)))
-    calls = []
-    for request in requests:
-        prompt = generator.integers(0, prompt_format.vocab, request.prompt_tokens, dtype=np.int32)
-        output = min(request.output_tokens, WARM_UP_OUTPUT)
-        changed = dataclasses.replace(request, prompt=prompt, output_tokens=output)
-        data = prompt_format.encode_request(client, changed)
-        calls.append(Call(request.number, data, output, prompt_tokens=len(prompt)))
-    return calls
+    short = [
+        ServeRequest(
+            number=request.number,
+            prompt=generator.integers(0, prompt_format.vocab, request.prompt_tokens, dtype=np.int32),
+            output_tokens=min(request.output_tokens, WARM_UP_OUTPUT),
+        )
+        for request in requests
+    ]
+    return sessions.make_calls(target, prompt_format, short)
 
 
 async def _report_progress(run: Run | ClientPool, tell: Callable[[str], None]) -> None:

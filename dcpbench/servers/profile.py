@@ -13,8 +13,10 @@ import numpy as np
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.servers import info as server_info
 from dcpbench.servers.client import CLIENT_ERROR, Client, RequestError, Target
-from dcpbench.servers.load import Call, LoadOptions, Run
-from dcpbench.servers.prompt_format import PATHS, find_prompt_format
+from dcpbench.servers.load import LoadOptions, Run
+from dcpbench.servers.prompt_format import find_prompt_format
+from dcpbench.servers.sessions import make_calls
+from dcpbench.serving.requests import ServeRequest
 from dcpbench.show.text import format_count
 from dcpbench.syncs.files import drop_copies
 from dcpbench.syncs.gating.gate import can_be_finding, explain_guesses, explain_missing, explain_no_answer
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from dcpbench.records.record import SyncSite
+    from dcpbench.servers.load import Call
 
 START, STOP = "/start_profile", "/stop_profile"
 KINDS = (".json", ".json.gz")
@@ -76,11 +79,8 @@ async def profile_server(
         prompt_format = await find_prompt_format(client, info.find_model(None).id, endpoint, extra_body=extra_body)
         generator = np.random.Generator(np.random.PCG64(0))
         prompts = generator.integers(0, prompt_format.vocab, (requests, input_tokens), dtype=np.int32)
-        bodies = [prompt_format.encode_body(prompt, output_tokens) for prompt in prompts]
-        calls = [
-            Call(i, target.encode_request("POST", PATHS[endpoint], body), output_tokens, prompt_tokens=input_tokens)
-            for i, body in enumerate(bodies)
-        ]
+        sent = [ServeRequest(number=i, prompt=prompt, output_tokens=output_tokens) for i, prompt in enumerate(prompts)]
+        calls = make_calls(target, prompt_format, sent)
         return await record_traces(client, calls, concurrency, folder, wait_s, tell)
 
 

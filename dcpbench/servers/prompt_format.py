@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.servers.client import Client
-    from dcpbench.serving.requests import ServeRequest
 
 COMPLETIONS, CHAT = ENDPOINTS = ("completions", "chat")  # values of --endpoint
 PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
@@ -133,12 +132,6 @@ class PromptFormat:
         fields = {"model": self.model, **put, "max_tokens": output_tokens, "temperature": 0, "stream": True}
         extras = self.id_extras if ids and self.id_extras is not None else self.extras
         return msgspec.json.encode(fields | extras | dict(self.extra_body) | more)
-
-    def encode_request(self, client: Client, request: ServeRequest) -> bytes:
-        """Return all bytes of a request of a load."""
-        return client.target.encode_request(
-            "POST", PATHS[self.endpoint], self.encode_body(request.prompt, request.output_tokens)
-        )
 
 
 def _make_message(role: str, content: str) -> dict[str, str]:

@@ -3,7 +3,8 @@
     token ids   the chunk lists the ids of its tokens (`return_token_ids`)
     cumulative  `usage` of each chunk counts all tokens so far (`continuous_usage_stats`)
     deltas      `usage` of each chunk counts its own tokens
-    total       one `usage` counts all tokens; each chunk gets an equal share
+    total       one `usage` counts all tokens; each chunk gets an equal share, at least one. More chunks than requested tokens
+                hold parts of tokens, as from a proxy that cuts texts: the first, the last and evenly spaced ones get one each
     chunks      no count is reported; each chunk counts as one token
 
 Servers fill `usage` of a chunk in different ways, so it is used only if it fits the chunks that arrived: text cannot
@@ -30,7 +31,6 @@ MIN_OUTPUT_SLACK = 8  # tokens that a usage may count beyond the request: specul
 OUTPUT_SLACK_SHARE = 0.05  # or this share of the request, whichever is more
 MAX_HIDDEN = 1 << 20  # reasoning tokens that are counted and not sent
 SPARE_CHUNKS = 1000  # chunks beyond twice the tokens that the request allows, after which a stream never ends
-MAX_TOKEN_ID = (1 << 31) - 1  # samples keep ids as int32
 MIN_TEXT, TEXT_OF_TOKEN = 1 << 16, 1 << 10  # characters of an answer, and for each of its tokens
 BYTES_OF_ID = 12  # of one id in JSON, with the comma and the space after it
 
@@ -134,7 +134,8 @@ def count_tokens(
     elif (increases := _read_cumulative(chunks, hidden)) is not None:
         by, found, places = Counting.CUMULATIVE, increases, list(range(len(chunks)))
     elif total:
-        by, found = Counting.TOTAL, _split_evenly(max(total, len(places)), len(places))
+        in_parts = 0 < requested < len(places)
+        by, found = Counting.TOTAL, _spread_tokens(total if in_parts else max(total, len(places)), len(places))
     else:
         by, found = Counting.CHUNKS, [1] * len(places)
     kept = [(i, tokens) for i, tokens in zip(places, found, strict=True) if tokens]
@@ -189,6 +190,16 @@ def _has_deltas(usages: Sequence[int], total: int | None, requested: int, *, ful
     if full_length and requested:
         return whole == requested != last
     return last < len(usages) and whole <= Limits(requested).usage_output
+
+
+def _spread_tokens(tokens: int, chunks: int) -> list[int]:
+    """Return how many of the tokens each chunk gets."""
+    if tokens >= chunks:
+        return _split_evenly(tokens, chunks)
+    found = [0] * chunks
+    for number in range(tokens):
+        found[number * (chunks - 1) // max(tokens - 1, 1)] = 1
+    return found
 
 
 def _split_evenly(total: int, parts: int) -> list[int]:

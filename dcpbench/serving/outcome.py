@@ -166,7 +166,9 @@ def compute_serve_metrics(
     if not served:
         raise UsageError(_explain_no_tokens(by_outcome, interrupted=interrupted, limit_s=limit_s))
     times = [
-        formulas.RequestTimes(s.submitted_s, s.token_s, finished=s.is_finished, turn=s.request.session_turn)
+        formulas.RequestTimes(
+            s.submitted_s, s.token_s, finished=s.is_finished, failed=bool(s.failed), turn=s.request.session_turn
+        )
         for s in served
     ]
     wall = formulas.compute_wall_s(times)

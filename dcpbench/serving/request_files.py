@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
-MAX_TOKEN_ID = (1 << 31) - 1
+MAX_TOKEN_ID = (1 << 31) - 1  # samples keep ids as int32
 MAX_TIME = 1e15  # maximum time stamp in its own unit, far beyond the current date in ms; larger numbers are not times
 MAX_DELAY_S = 1e8
 MAX_BLOCK = 1 << 20

@@ -638,6 +638,7 @@ def test_exit_code_of_verify_url_follows_the_verdict(tmp_path: Path, capsys: pyt
     for words, message in (
         (["--url", "http://127.0.0.1:9", "--tp", "2"], "--tp is an option of dcpbench's own engine"),
         (["--url", "http://127.0.0.1:9", "--url", "x", "--url", "y"], "--url is given 3 times"),
+        (["--url", "http://127.0.0.1:9", "--url", "127.0.0.1:9/v1"], "--url names http://127.0.0.1:9 twice"),
         (["--url", "http://127.0.0.1:9", "--context", "0"], "--context"),
         (["--url", "http://127.0.0.1:9", "--num-prompts", "2"], "use --num-prompts 4 or more"),
         (["--url", "http://127.0.0.1:9", "--extra-body", '{"temperature": 1}'], "dcpbench sets temperature itself"),

@@ -171,6 +171,9 @@ def chunks(
         (chunks(1, 2, 1), Counting.DELTAS, [1, 2, 1]),
         (chunks(1, 1, 2, total=4), Counting.DELTAS, [1, 1, 2]),
         (chunks(1, 1, 1, 1, total=8), Counting.TOTAL, [2, 2, 2, 2]),
+        (chunks(*[None] * 7, total=4, requested=4), Counting.TOTAL, [1, 1, 1, 1]),  # chunks of parts of tokens
+        (chunks(*[None] * 7, total=1, requested=4), Counting.TOTAL, [1]),
+        (chunks(*[None] * 7, requested=4), Counting.CHUNKS, [1] * 7),  # the server may ignore max_tokens
         (chunks(0, 0, 0, 0), Counting.CHUNKS, [1, 1, 1, 1]),
         (chunks(None, None, None, None), Counting.CHUNKS, [1, 1, 1, 1]),
     ],
@@ -178,6 +181,11 @@ def chunks(
 def test_usage_of_chunks_is_used_if_consistent(answer: StreamReply, by: Counting, counts: list[int]) -> None:
     """Servers fill `usage` of a chunk with cumulative counts, deltas, the total or zeros."""
     assert (answer.counts.by, answer.list_chunk_tokens()) == (by, counts)
+
+
+def test_parts_of_tokens_keep_the_times_of_the_first_and_the_last_chunk() -> None:
+    """A proxy cuts three tokens into six chunks, at 0 to 5 s."""
+    assert chunks(*[None] * 6, total=3, requested=3).chunk_s == [0.0, 2.0, 5.0]
 
 
 def test_first_chunk_sets_ttft_whatever_its_usage() -> None:

@@ -395,20 +395,17 @@ def test_parse_answer_reads_tokens_and_log_probabilities(
 
 def test_warm_up_requests_have_new_tokens_and_at_most_16_output_tokens() -> None:
     """Prompt lengths and request numbers are those of the load."""
-    sent: list[ServeRequest] = []
-
-    def put(_: object, request: ServeRequest) -> bytes:
-        sent.append(request)
-        return b"x"
-
-    prompt_format: Any = SimpleNamespace(vocab=50, encode_request=put)
+    prompt_format = PromptFormat(endpoint="completions", model="fake", extras={}, vocab=50)
     requests = [
         ServeRequest(number=n, prompt=np.zeros(20, np.int32), output_tokens=tokens) for n, tokens in ((4, 16), (7, 17))
     ]
-    calls = measure._make_short_calls(object(), prompt_format, requests)  # type: ignore[arg-type]
-    assert [(c.number, c.data, c.output_tokens) for c in calls] == [(4, b"x", 16), (7, b"x", 16)]
-    assert [(len(r.prompt), r.output_tokens) for r in sent] == [(20, 16), (20, 16)]
-    assert all(r.prompt.min() >= 0 and r.prompt.max() < 50 and r.prompt.any() for r in sent)
+    calls = measure._make_short_calls(Target.from_url("http://127.0.0.1:9"), prompt_format, requests)
+    assert [(c.number, c.output_tokens) for c in calls] == [(4, 16), (7, 16)]
+    for call in calls:
+        body = json.loads(call.data.partition(b"\r\n\r\n")[2])
+        assert (len(body["prompt"]), body["max_tokens"]) == (20, 16)
+        assert any(body["prompt"])
+        assert all(0 <= token < 50 for token in body["prompt"])
 
 
 def test_tokens_of_a_load_are_shifted_and_keep_shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +438,8 @@ def test_token_ids_of_a_trace_file_are_sent_unchanged(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        ((1.0, None), (4.0, 5.0), (3, None)),
+        ((1.0, None), (4.0, 5.0), (3, 5)),
+        ((1.0, 2.0), (4.0, None), (3, None)),
         ((1.0, 2.0), (1.0, 2.6), (0, 1)),
         ((4.0, 5.0), (1.0, None), (None, None)),
     ],
@@ -449,9 +447,13 @@ def test_token_ids_of_a_trace_file_are_sent_unchanged(tmp_path: Path, monkeypatc
 def test_compute_increase_subtracts_server_counters(
     before: tuple[float | None, ...], after: tuple[float | None, ...], expected: tuple[int | None, ...]
 ) -> None:
-    """The increase is unknown if the server restarted, so that a counter fell, or did not report the counter."""
+    """The increase is unknown if the server restarted, so that a counter fell, or did not report the counter.
+
+    SGLang reports a counter once it has been increased.
+    """
     then, now = (info.Counters(preemptions=p, cached_tokens=c) for p, c in (before, after))
     assert tuple(now.compute_increase(then).values()) == expected
+    assert now.compute_increase(info.Counters(answered=False)) == {"preemptions": None, "cached_tokens": None}
 
 
 def test_read_metrics_parses_prometheus_lines() -> None:

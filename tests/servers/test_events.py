@@ -49,6 +49,31 @@ def test_event_has_the_arrival_time_of_its_first_byte() -> None:
     assert stream.finish_stream() == [(b"[DONE]", 6.0)]
 
 
+@pytest.mark.parametrize("early", [b": on it\n", b": on it", b": on it\n: still\n", b"\xef\xbb\xbf"])
+def test_comment_before_an_event_does_not_set_its_time(early: bytes) -> None:
+    """A comment may come seconds before its event, without a blank line."""
+    stream = Events()
+    assert stream.parse_data(early, 1.0) == []
+    rest = b"data: a\n\n" if early.endswith((b"\n", b"\xbf")) else b"\ndata: a\n\n"
+    assert stream.parse_data(rest + b": x\nda", 4.0) == [(b"a", 4.0)]
+    assert stream.parse_data(b"ta: b\n\n", 5.0) == [(b"b", 4.0)]
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (b'event: error\ndata: {"message": "out of memory", "code": 500}', "out of memory"),
+        (b"event: error\n: worker lost", "worker lost"),
+        (b"data: stopped\nevent:error", "stopped"),
+    ],
+)
+def test_event_of_the_type_error_fails_the_request(event: bytes, message: str) -> None:
+    ((_, _), (data, _)) = Events().parse_data(b"data: {}\n\n" + event + b"\n\n", 1.0)
+    with pytest.raises(StreamError) as error:
+        read_completion(data)
+    assert (error.value.bad.fault, error.value.bad.quote) == (Fault.SERVER_ERROR, message)
+
+
 def test_bytes_of_a_long_event_are_searched_once() -> None:
     """If 16 MB in reads of 64 KiB were searched from the start each time, 2 GB would be searched."""
     stream = Events(1 << 25)

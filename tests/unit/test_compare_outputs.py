@@ -58,8 +58,8 @@ def call(capsys: pytest.CaptureFixture[str]):
     return run
 
 
-def compare_goodput(tmp_path: Path, launches: int, goodput_s: float | None) -> Comparison:
-    """Compare launches of two served points with 3 good requests per second; the second one has another goodput in B."""
+def compare_goodput(tmp_path: Path, launches: int, goodput_s: float | None, ttft_ms: float = 500.0) -> Comparison:
+    """Compare launches of two served points with 3 good requests per second; the second one has another goodput in B, or another objective."""
 
     def write_side(side: str) -> list[Run]:
         folders = []
@@ -67,8 +67,8 @@ def compare_goodput(tmp_path: Path, launches: int, goodput_s: float | None) -> C
             records = []
             for clients in (8, 32):
                 record = serving.served(serving.point(Layout(4), clients))
-                good = goodput_s if (side, clients) == ("b", 32) else 3.0
-                serve = msgspec.structs.replace(record.serve, request_goodput=good)
+                good, ttft = (goodput_s, ttft_ms) if (side, clients) == ("b", 32) else (3.0, 500.0)
+                serve = msgspec.structs.replace(record.serve, request_goodput=good, slo_ms={"ttft": ttft})
                 records.append(msgspec.structs.replace(record, started_at=f"{side}{i}", serve=serve))
             folders.append(build.write(tmp_path / side / str(i), records))
         return sides.read_side(folders)
@@ -206,6 +206,13 @@ class TestGate:
         if launches == 4:
             assert row is not None
             assert (row.a, row.b, row.verdict) == (3.0, 0.0, "FEWER")
+
+    def test_goodput_of_other_objectives_is_not_compared(self, tmp_path: Path) -> None:
+        found = compare_goodput(tmp_path, 4, 9.0, ttft_ms=800.0)
+        assert [len(point.rows) for point in found.points] == [1, 0]
+        fail_on.apply_rules(found, fail_on.read_rules("goodput:5%"))
+        (finding,) = [f for f in found.unjudged if "32 clients" in f.point]
+        assert finding.message.endswith("not judged: goodput (other objectives in B)")
 
     def test_metric_that_b_lacks_at_one_point_is_not_judged(self, tmp_path: Path) -> None:
         found = compare_goodput(tmp_path, 4, None)
@@ -406,8 +413,12 @@ class TestOutputs:
         write_launches(tmp_path / "b", 4, seed=5, cv=0.01, faster=1.03)
         options = Options(metrics=("step_time",))
         found = judge_sides(sides.read_side([tmp_path / "a"]), sides.read_side([tmp_path / "b"]), options)
-        text = "".join(line.plain for line in comparison_table.render(found))
-        assert re.search(r"UNDECIDED, \d×: \d+( to \d+)? more launches of each side would decide them", text)
+        found.points[:] = [next(p for p in found.points if p.rows[0].verdict == "UNDECIDED")]
+        (row,) = found.points[0].rows
+        for paired, more, needed in ((False, 8, "8 more launches of each side"), (True, 1, "1 more round")):
+            found.paired, row.more_launches = paired, more
+            text = "".join(line.plain for line in comparison_table.render(found))
+            assert f"UNDECIDED, 1×: {needed} would decide it (+N in a row)." in text
 
     def test_invalid_options_give_one_line_of_advice(self, tmp_path: Path, call) -> None:
         one = build.write(tmp_path / "one", [build.ok(build.point())])

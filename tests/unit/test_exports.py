@@ -25,6 +25,7 @@ from dcpbench.exports.measured_points import MeasuredPoint, compute_digest
 from dcpbench.imports import Overrides, import_files
 from dcpbench.points.layout import Layout
 from dcpbench.records.file import read_records
+from dcpbench.records.record import SpeculationMetrics
 from dcpbench.serving import samples
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder
@@ -214,6 +215,24 @@ class TestVllm:
         (row,) = parse_only_file(inferencex.render([placed]))
         assert row["ep"] == ranks
 
+    def test_speculative_decoding_has_the_field_of_each_tool(self) -> None:
+        """Drafts are of the point, of a server's counters, or of an import's settings."""
+        m = files.served()
+        assert m.record.serve
+        drafts = SpeculationMetrics(draft_tokens=3, tokens_per_step=2.2)
+        for settings, mtp, found, method in (
+            ("", 0, None, "none"),
+            ("", 3, drafts, "mtp"),
+            ("", 0, drafts, "unknown"),
+            ("gpu=x, spec=eagle", 0, None, "eagle"),
+        ):
+            point = msgspec.structs.replace(m.record.point, settings=settings, mtp=mtp)
+            serve = msgspec.structs.replace(m.record.serve, speculation=found)
+            one = MeasuredPoint("run", m.folder, msgspec.structs.replace(m.record, point=point, serve=serve))
+            (row,) = parse_only_file(inferencex.render([one]))
+            assert row["spec_decoding"] == method
+            assert parse_only_file(sglang.render([one]))["accept_length"] == (2.2 if found else None)
+
     def test_goodput_is_exported_only_for_objectives_of_vllm(self, tmp_path: Path) -> None:
         """Goodput of vLLM can bound TTFT, TPOT and E2EL, and not ITL."""
         found = parse_only_file(vllm.render([files.measured(tmp_path, slo={"ttft": 600.0, "e2el": 560.0})]))
@@ -228,10 +247,14 @@ class TestVllm:
         assert m.record.serve
         path = tmp_path / m.record.serve.samples_file
         rows = samples.read_samples(path)
-        cut = [rows[0], rows[1], dataclasses.replace(rows[2], outcome="cancelled", end_s=None)]
-        samples.write_samples(tmp_path, m.record.point, cut)
-        found = parse_only_file(vllm.render([m]))
-        assert found["errors"] == ["", "", "cut off when the run ended"]
+        for outcome, reason, error in (
+            ("failed", "HTTP 503", "failed: HTTP 503"),
+            ("cancelled", None, "cut off when the run ended"),
+        ):
+            cut = [rows[0], rows[1], dataclasses.replace(rows[2], outcome=outcome, reason=reason, end_s=None)]
+            samples.write_samples(tmp_path, m.record.point, cut)
+            found = parse_only_file(vllm.render([m]))
+            assert found["errors"] == ["", "", error]
         assert found["output_lens"] == [4, 2, 0]
         assert (found["completed"], found["failed"], found["total_output_tokens"]) == (2, 1, 6)
 

@@ -130,7 +130,7 @@ class TestWithDetails:
             queue_times=[0.0] * 4,
         )
         record, found = one(tmp_path, "vllm", result)
-        assert "requests_failed" in record.warnings
+        assert record.warnings.count("requests_failed") == 1
         assert (found.submitted, found.finished) == (4, 3)
         assert found.output_tok_s == pytest.approx(10)
 
@@ -318,7 +318,7 @@ class TestPoint:
         assert (found.submitted, found.finished) == (4, 3)
         assert record.point.load
         assert record.point.load.requests == 4
-        assert "requests_failed" in record.warnings
+        assert record.warnings.count("requests_failed") == 1
 
     @pytest.mark.parametrize("rate", ["2.5", 2.5], ids=["text", "number"])
     def test_request_rate_may_be_text(self, rate: Any, tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ class TestGuidellm:
     def test_unknown_strategy_and_other_versions_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match=r"config.strategy.type_ is 'replay', and known are synchronous"):
             imported(tmp_path, "guidellm", report(tmp_path, guidellm({"type_": "replay"})))
+        with pytest.raises(RecordsError, match=r"is of an earlier GuideLLM, .* with version 0\.5 or newer"):
+            imported(tmp_path, "guidellm", report(tmp_path, {"run_stats": {}, "metrics": {}, "duration": 1.0}))
         old = {name: v for name, v in guidellm({"type_": "synchronous"}).items() if name != "config"}
         with pytest.raises(RecordsError, match="is not what GuideLLM writes: Object missing required field `config`"):
             imported(tmp_path, "guidellm", report(tmp_path, old))

@@ -99,6 +99,15 @@ def test_cancelled_request_is_in_flight_until_the_end_of_the_run() -> None:
     assert not formulas.has_met_slo(requests[1], {})
 
 
+def test_failed_request_is_in_flight_until_its_last_token() -> None:
+    """The client of the request that failed at 2 s sends nothing else."""
+    requests = [
+        RequestTimes(0.0, (1.0, 2.0, 3.0, 4.0)),
+        RequestTimes(1.0, (2.0,), finished=False, failed=True),
+    ]
+    assert formulas.find_steady_window(requests, 2) == (1.0, 2.0)
+
+
 def test_requests_of_sub_agents_are_in_flight_as_one_client() -> None:
     """Client 1 has two requests at once until 4 s, client 2 one until 2 s: both are in flight for 2 s."""
     requests = [RequestTimes(0.0, (end,), turn=turn) for end, turn in ((4.0, (1, 0)), (3.0, (1, 0)), (2.0, (2, 0)))]

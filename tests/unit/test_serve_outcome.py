@@ -71,6 +71,14 @@ class TestMetrics:
         assert (got.input_tokens, got.output_tokens) == (128, 32)
         assert got.request_goodput is None
 
+    def test_failed_request_is_in_flight_until_it_failed(self) -> None:
+        """As above, but a server broke off the last answer after 3 of 8 tokens, at 11 s: both clients are busy until then."""
+        traffic, steps = build.serve([build.request(i) for i in range(4)], concurrency=2)
+        broken = traffic.samples[-1]
+        broken.token_s, broken.failed = broken.token_s[:3], "closed"
+        got = compute_metrics((traffic, steps))
+        assert (got.steady_s, got.wall_s, got.failed, got.cancelled) == (11, 16, 1, 0)
+
     def test_percentiles_need_their_minimum_of_samples(self) -> None:
         """The 4 TTFTs give only a median; 4 · 24 = 96 gaps give p90 (64), not p95 (130)."""
         got = compute_metrics(build.serve([build.request(i, outputs=25) for i in range(4)], concurrency=2))
