@@ -343,9 +343,9 @@ def print_scores(results: Path, steps: Steps) -> None:
 
 def format_table(scores: Sequence[Score]) -> Iterator[str]:
     """Yield the lines of the Markdown table of docs/recommend.md."""
-    yield "| loads | number | `recommend`: right, names one | always tp | always dcp | always undecided |"
+    yield "| loads | number | `recommend`: right; names one layout | always tp | always dcp | always undecided |"
     yield "|---|--:|--:|--:|--:|--:|"
     for score in scores:
         constants = [score.count_constant(*sides) for sides in ((WITHOUT,), (WITH,), (WITHOUT, WITH))]
-        cells = [score.name, len(score.answers), f"{score.right}, {score.decided}", *constants]
+        cells = [score.name, len(score.answers), f"{score.right}; {score.decided}", *constants]
         yield f"| {' | '.join(map(str, cells))} |"

@@ -220,7 +220,7 @@ def format_table(cases: list[Case]) -> list[str]:
     return [
         *lines,
         "",
-        f"ITL p50 is estimated if less than {max_share:.0%} of gaps contain a step with prompts; else the",
+        f"ITL p50 is estimated if less than {max_share * 100:.0f} % of gaps contain a step with prompts; else the",
     ]
 
 

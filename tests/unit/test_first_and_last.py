@@ -171,7 +171,7 @@ def outer():
 def test_own_lines_of_a_function_exclude_nested_functions(after: str, own: list[int]) -> None:
     """The function may end with a line of a nested one; the lines of a lambda count as its own."""
     functions = [n for n in ast.walk(ast.parse(OUTER + after)) if isinstance(n, (ast.FunctionDef, ast.Lambda))]
-    assert comments._list_own_lines(functions[0], functions) == own  # type: ignore[arg-type]
+    assert comments._list_own_lines(functions[0]) == own  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("gpus", "wrong"), [(-1, True), (0, True), (1, False), (8, False)])

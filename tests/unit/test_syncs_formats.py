@@ -381,7 +381,7 @@ class TestGithub:
     def test_github_finding_is_an_error_on_its_line_with_the_fix(self) -> None:
         line, *_ = render(add_verdict(build.all_kinds()), "github").splitlines()
         assert line.startswith("::error file=python/engine/kv.py,line=12,title=SYNC001 scalar-read::")
-        assert "host-side mirror" in line
+        assert "host-side copy" in line
 
     def test_github_escapes_percent_colon_and_comma_of_names(self) -> None:
         line, *_ = render(add_verdict(build.report(build.site(file="a%b:c,d.py"))), "github").splitlines()
