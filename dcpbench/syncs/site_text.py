@@ -29,9 +29,9 @@ NOTHING = "–"
 MAX_CALL_LINES = 5
 MAX_NAMES = 5  # processes or operators that a sentence names
 BOUND_NOTE = (
-    "Bubble is an upper bound of the GPU idle time that removing a wait, and no other, would win: idle time from its "
-    "start until the next wait, as far as later launches end it, and never more than the call takes. A wait "
-    "during which the GPU has work costs nothing."
+    "Bubble is an upper bound of the GPU idle time that removing this wait alone saves: the idle time from its start until "
+    "the next wait, as far as later launches end it, and never more than the call takes. On several streams, later waits may "
+    "cost less, too. A wait during which the GPU has work costs nothing."
 )
 
 
