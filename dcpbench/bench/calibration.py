@@ -17,6 +17,7 @@ from dcpbench.bench.cases import AUTO_VARIANTS, COLLECTIVES
 from dcpbench.errors import UsageError
 from dcpbench.points.comm_model import ACROSS, Call, Prompts, Sample
 from dcpbench.points.gpus import GPUS
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.serving.step_times import LINE, StepTimes, read_step_times
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def _read_record(path: Path) -> BenchRecord:
         raise UsageError(
             f"{path}: {e.strerror}; name a bench-collectives.json, a bench-exchange.json, or a folder."
         ) from e
-    except msgspec.DecodeError as e:
+    except UNREADABLE as e:
         raise UsageError(
             f"{path} is no record of a bench ({e}); name a bench-collectives.json or a bench-exchange.json."
         ) from e

@@ -22,6 +22,7 @@ from dcpbench.errors import RecordsError
 from dcpbench.hangs import dumps, heartbeats
 from dcpbench.hangs.dumps import NO_RANK
 from dcpbench.hangs.signal_waits import Signals
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.show.text import make_unique_names
 
 if TYPE_CHECKING:
@@ -221,5 +222,5 @@ OURS = {"device-": _read_device, "signals-": _read_signals, SEEN_FILE: _read_pro
 def _decode_json(path: Path, kind: type[Read]) -> Read:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (OSError, *UNREADABLE) as e:
         raise RecordsError(f"{path} cannot be read: {str(e)[:200]}.") from e

@@ -28,6 +28,7 @@ import msgspec
 
 from dcpbench.errors import RecordsError
 from dcpbench.points.layout import MAX_RANKS
+from dcpbench.records.lines import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
@@ -332,7 +333,7 @@ def _read_call(data: bytes, number: int) -> Call | None:
     try:
         text = data[start + TEXT.size : start + TEXT.size + length]
         return msgspec.json.decode(text, type=Call) if there == number else None
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
 
 

@@ -33,6 +33,7 @@ from dcpbench.points.device_probe import Probe
 from dcpbench.records import disks
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import FAILED_FILE, RECORDS_FILE, get_job_file
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.record import Record, format_reason
 
 if TYPE_CHECKING:
@@ -428,7 +429,7 @@ def _follow_leader(options: JobOptions, rendezvous: RendezvousOptions) -> None:
                 continue
             try:
                 job = msgspec.structs.replace(msgspec.json.decode(message, type=Job), folder=str(options.folder))
-            except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            except UNREADABLE as e:
                 raise WorkerError(f"node 0 sent an invalid job ({e}); install the same dcpbench on all.") from e
             with Running(job, rendezvous, options.worker) as running:
                 ended = _serve_job(running, connection, rendezvous)

@@ -28,6 +28,7 @@ import msgspec
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, open_listener
+from dcpbench.records.lines import UNREADABLE
 
 STOP = b"stop"
 FAILED = b"failed"
@@ -235,7 +236,7 @@ def _receive_hello(connection: NodeConnection) -> Hello | None:
     data = connection.receive(HELLO_WAIT_S)
     try:
         found = msgspec.json.decode(data or b"", type=Hello)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
     return found if found.proof.isascii() else None
 
@@ -243,7 +244,7 @@ def _receive_hello(connection: NodeConnection) -> Hello | None:
 def _decode_ended(answer: bytes) -> Ended:
     try:
         return msgspec.json.decode(answer, type=Ended)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except UNREADABLE as e:
         raise WorkerError(
             f"another node answered with something else than how its job ended ({e}); install the same dcpbench on all."
         ) from e

@@ -100,7 +100,7 @@ def _remove_problems(record: Record, decode: Decode) -> Record:
         else:
             return found
         part, _, name = problem.field.partition(".")
-        if part == "point":
+        if part in ("point", "outcome"):  # which a record cannot lack
             raise UsageError(f"{problem}; give another value.")
         value = getattr(found, part)
         if name or part in MEASURED:

@@ -17,6 +17,7 @@ from dcpbench.models import load_shape
 from dcpbench.points.memory import PAGES_OF_PADDING
 from dcpbench.points.settings import Settings
 from dcpbench.records.folder import GAINS_FILE
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.record import is_functional
 from dcpbench.serving import gain_split
 from dcpbench.serving.draft_steps import estimate_draft_steps
@@ -86,7 +87,7 @@ def read_run_gains(folder: Path) -> list[RunGain]:
         return []
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[RunGain])
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as e:
+    except (OSError, *UNREADABLE) as e:
         raise RecordsError(f"{path} cannot be read: {e}; remove it, and repeat the run's command with --resume.") from e
 
 

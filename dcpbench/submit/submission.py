@@ -9,6 +9,7 @@ import msgspec
 
 from dcpbench.errors import OutputError, UsageError
 from dcpbench.launch import folders
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.show.whole_files import write_file
 
 SUBMIT_FOLDER = "submit"
@@ -75,7 +76,7 @@ def load_job(folder: Path) -> SubmittedJob | None:
         return msgspec.json.decode(path.read_bytes(), type=SubmittedJob)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (OSError, *UNREADABLE) as e:
         raise OutputError(f"{path} cannot be read ({e}); remove it if the job is gone, and submit again.") from e
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from dcpbench.errors import ExitCode, UsageError
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.show.text import make_printable
 from dcpbench.syncs.recorder.child import VARIABLE
 from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary
@@ -192,7 +193,7 @@ def _read_answer(job: Job, code: int) -> ProcessAnswer:
     """Return the process's answer; if it died without one, an empty report that states this."""
     try:
         return msgspec.json.decode(Path(job.settings.folder, ANSWER).read_bytes(), type=ProcessAnswer)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *UNREADABLE):
         coverage = Coverage(detector="dry-run", complete=False, notes=["The process ended before it could report."])
         return ProcessAnswer(
             pid=0, code=code or 1, report=Report(traces=[TraceSummary(path=job.name, coverage=coverage)])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.syncs.dry_run_program import ANSWER, ProcessAnswer
 from dcpbench.syncs.programs import is_python, may_use_gpu
 from dcpbench.syncs.recorder.child import (
@@ -136,7 +137,7 @@ def read_notes(folder: Path) -> dict[int, Notes]:
     for path in folder.glob(f"*{SUFFIX}"):
         lines = []
         for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 lines.append(json.loads(text))
         pid = int(path.name.removesuffix(SUFFIX))
         found[pid] = Notes(pid=pid, lines=tuple(lines))
@@ -162,7 +163,7 @@ def join_reports(first: ProcessAnswer, folder: Path) -> Report:
 def _read_answers(folder: Path) -> list[ProcessAnswer]:
     answers = []
     for path in sorted(folder.glob("*.report")):
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
+        with contextlib.suppress(OSError, *UNREADABLE):
             answers.append(msgspec.json.decode(path.read_bytes(), type=ProcessAnswer))
     return sorted(answers, key=lambda a: (a.report.traces[0].rank or 0, a.report.traces[0].path))
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import CapacityError, ExitCode, OutputError, UsageError
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.show.text import format_count, make_printable
 from dcpbench.syncs.dry_run_program import EXAMPLE, make_python_path, suggest_dry_run
 from dcpbench.syncs.process_tree import list_unseen_programs
@@ -188,7 +189,7 @@ def read_notes(folder: Path) -> list[Note]:
     """Return the notes of the processes, by rank and process; incomplete notes are left out."""
     notes = []
     for path in folder.glob("*.note"):
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
+        with contextlib.suppress(OSError, *UNREADABLE):
             notes.append(msgspec.json.decode(path.read_bytes(), type=Note))
     return sorted(notes, key=lambda n: (n.rank.zfill(6) if n.rank else "", n.pid))
 

@@ -339,7 +339,11 @@ def test_position_of_a_single_rank_is_read_from_its_device(tmp_path: Path) -> No
     assert found.message == "devices stand still in a step launched as replay: rank 0 in attention of layer 3"
 
 
-@pytest.mark.parametrize("bad", [b"{", b'{"norm": "\xff"}', b'{"norm": -1.5}'], ids=["cut", "no text", "no number"])
+@pytest.mark.parametrize(
+    "bad",
+    [b"{", b'{"norm": "\xff"}', b'{"norm": -1.5}', b'{"other": ' + b"[" * 100_000],
+    ids=["cut", "no text", "no number", "nested too deep"],
+)
 def test_invalid_json_of_a_rank_raises_records_error_with_file_name(tmp_path: Path, bad: bytes) -> None:
     (tmp_path / "device-0.json").write_bytes(bad)
     with pytest.raises(RecordsError, match=r"device-0\.json cannot be read: "):

@@ -53,6 +53,17 @@ def test_undamaged_file_is_left_unchanged(tmp_path: Path) -> None:
     assert (tmp_path / RECORDS_FILE).read_bytes() == before
 
 
+def test_line_with_an_unknown_outcome_is_removed(tmp_path: Path) -> None:
+    """A record cannot lack its outcome, so that the line is not mended."""
+    one, two, three = make_lines(tmp_path)
+    fields = msgspec.json.decode(two) | {"outcome": "lost"}
+    changed = msgspec.json.encode({name: value for name, value in fields.items() if name not in ("checked", "crc32")})
+    write_lines(tmp_path, one, changed, three)
+    (fault,) = audit_file(tmp_path).faults
+    assert (fault.line, fault.whole_records) == (2, 0)
+    assert "outcome is 'lost', none of ok, failed" in fault.why
+
+
 def test_damaged_line_is_removed_and_others_keep_their_bytes(tmp_path: Path) -> None:
     one, two, three = make_lines(tmp_path)
     before = write_lines(tmp_path, one, two.replace(b'"concurrency":2', b'"concurrency":3'), three).read_bytes()
