@@ -41,6 +41,14 @@ def compute_batch_rows(requests: int) -> int:
     return pad_batch(requests) if requests <= GRAPH_BATCHES[-1] else -(-requests // EAGER_STEP) * EAGER_STEP
 
 
+def find_smaller_batch(requests: int) -> int:
+    """Return the most requests of a step that has fewer rows than one of `requests` requests; 0 if there is none."""
+    rows = compute_batch_rows(requests)
+    if rows > GRAPH_BATCHES[-1]:
+        return max(rows - EAGER_STEP, GRAPH_BATCHES[-1])
+    return GRAPH_BATCHES[bisect.bisect_left(GRAPH_BATCHES, rows) - 1] if rows > 1 else 0
+
+
 CHUNK_TILE, CHUNK_STEPS = 16, 16  # rows with chunks: multiples of CHUNK_TILE and of 1 / CHUNK_STEPS of a power of two
 
 

@@ -11,6 +11,7 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.models import load_shape
 from dcpbench.points import latency_bands
+from dcpbench.points.batches import find_smaller_batch
 from dcpbench.points.cluster_specs import get_limits
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.names import OBJECTIVES
@@ -415,6 +416,7 @@ class Estimator:
         self.stages = [dataclasses.replace(self.sharding, shape=stage) for stage in make_stages(shape, point.pp)]
         self.micro_batches = (micro_batches or point.pp) if point.pp > 1 else 1
         self.draft_layer = self.sharding.make_draft_layer() if point.mtp else None
+        self._rounds: dict[object, Round] = {}  # of steps of decodes
 
     def make_decode_rows(self, requests: int, context: int) -> StepRows:
         """Return a step of requests with this many tokens each, for the fullest replica."""
@@ -457,7 +459,28 @@ class Estimator:
         return self.estimate_round(rows).us / 1e3
 
     def estimate_round(self, rows: StepRows) -> Round:
-        """Return the round of a padded step, which without pipeline stages has one micro-batch and no bubble."""
+        """Return the round of a padded step, which without pipeline stages has one micro-batch and no bubble.
+
+        A step of decodes takes at least as long as one of fewer of them: some collectives were measured faster with more bytes, and
+        experts of a rank are rounded to whole ones.
+        """
+        key = (rows.decodes, rows.queries, rows.routing)
+        if rows.chunks or not rows.decodes:
+            return self._estimate_round(rows)
+        if key not in self._rounds:
+            found, fewer = [self._estimate_round(rows)], find_smaller_batch(len(rows.decodes))
+            if fewer:
+                part = dataclasses.replace(
+                    rows,
+                    decodes=rows.decodes[:fewer],
+                    sampled=fewer * rows.queries,
+                    tokens=self.point.dp * fewer * rows.queries,
+                )
+                found.append(self.estimate_round(part))
+            self._rounds[key] = max(found, key=lambda one: one.us)
+        return self._rounds[key]
+
+    def _estimate_round(self, rows: StepRows) -> Round:
         part = self._make_micro_batch(rows)
         return compute_round(
             self._estimate_stages_us(part), self.estimate_hops_us(self._pad_rows(part)), self.count_micro_batches(rows)

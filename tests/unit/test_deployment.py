@@ -331,9 +331,9 @@ class TestConservation:
             for chunk in part.chunks:
                 chunks[chunk.sequence.request.number] += chunk.tokens
             sampled.update(s.request.number for s in part.sampled_sequences)
-        for sample in found.traffic.samples:
-            if sample.rejected:
-                continue
+        served = [sample for sample in found.traffic.samples if not sample.rejected]
+        assert served
+        for sample in served:
             number, sequence = sample.request.number, sample.sequence
             assert sampled[number] == len(sample.token_s) == sample.request.output_tokens
             assert sample.token_s == sorted(sample.token_s)

@@ -1630,3 +1630,13 @@ def test_table_fits_into_a_terminal_without_breaking_a_number(width: int) -> Non
     for name, cell in zip(names, row, strict=True):
         assert all(len(word) <= widths.get(name, 99) for word in cell.split())
     assert widths["layout"] == len(row[0])
+
+
+@pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v3"])
+@pytest.mark.parametrize(("dcp", "ep", "routing"), [(1, "tp", ""), (4, "tp", ""), (8, "1", ""), (1, "tp", "zipf:1.0")])
+def test_step_of_more_requests_is_never_estimated_faster(model: str, dcp: int, ep: str, routing: str) -> None:
+    """Collectives of 8 ranks were measured faster with 24 rows than with 16, and whole experts of a rank go up in jumps."""
+    one = point(model=model, tp=8, dcp=dcp, ep=ep, exchange="a2a" if dcp > 1 else "none", routing=routing)
+    found = Estimator(one, load_machine("H200"), estimate.load_published_steps().terms)
+    times = [found.estimate_ms(found.make_decode_rows(n, 4000)) for n in (*range(1, 131), 512, 513, 600)]
+    assert times == sorted(times)

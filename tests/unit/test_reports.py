@@ -174,9 +174,9 @@ def test_hostile_strings_are_escaped(tmp_path: Path) -> None:
     markdown = (out / "report.md").read_text(encoding="utf-8")
     fenced = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in HOSTILE)
     assert "<script>alert(1)" not in markdown.replace(f"\n{fenced}\n", "")
-    assert all(
-        path.name.replace("-", "").replace("_", "").split(".")[0].isalnum() for path in (out / "figures").iterdir()
-    )
+    figures = [path.name.replace("-", "").replace("_", "").split(".")[0] for path in (out / "figures").iterdir()]
+    assert figures
+    assert all(name.isalnum() for name in figures)
     printed = terminal([tmp_path / "run"])
     assert "\x1b" not in printed
     assert "[red]" in printed.replace("\n", "")
