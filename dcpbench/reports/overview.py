@@ -290,7 +290,12 @@ def _describe_single(frames: Frames, timed: pd.DataFrame) -> str:
 
 
 def _format_maximum(timed: pd.DataFrame) -> str:
-    """Return the highest output and its point, within the SLO if there is one, or the point nearest to it."""
+    """Return the highest output and its point, within the SLO if there is one, or the point nearest to it.
+
+    Replayed points count only if all are replayed.
+    """
+    measured = timed[timed["mode"] != REPLAY]
+    timed = timed if measured.empty else measured
     judged = timed[timed["slo_excess"].notna()]
     pool = timed if judged.empty else judged
     fits = pool[~(pool["slo_excess"] > 1)]
@@ -363,6 +368,7 @@ def format_bullets(frames: Frames) -> list[str]:
         for text in (
             *([_describe_dcp_gain(frames)] if not frames.engines else engines.format_bullets(frames, 1)),
             *engine_steps.describe_differences(frames),
+            answer.describe_replay_errors(findings.compare_replay_with_live(findings.select_timed(frames.served))),
             _describe_rejections(frames),
             floors.format_short_sentence(frames.points),
             _describe_kv_capacity(frames) if not frames.engines else "",

@@ -16,6 +16,7 @@ from dcpbench.reports import (
     explain,
     findings,
     load_labels,
+    overview,
     plots,
     render_terminal_table,
     tables,
@@ -354,6 +355,13 @@ class TestFindings:
             "Replay against live, largest errors over 1 point that was run both ways: "
             "output tok/s 2 %, TTFT p50 10 %, ITL p50 0 %, ITL p99 10 %."
         )
+        assert sentence in overview.format_bullets(read)
+
+    def test_highest_output_is_that_of_a_live_point(self, tmp_path: Path) -> None:
+        """The replay has more output. It counts where nothing ran live."""
+        live, replay = exact(build.point(TP), 100), exact(replayed(build.point(TP)), 102)
+        assert "at most 100 output tok/s" in overview.format_answer(loaded(tmp_path / "both", live, replay))
+        assert "at most 102 output tok/s" in overview.format_answer(loaded(tmp_path / "replay", replay))
 
     def test_live_points_without_a_named_device_are_reported_without_a_replay(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
