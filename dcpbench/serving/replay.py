@@ -308,7 +308,7 @@ def replay_point(
     return Record(
         point=point,
         outcome="ok",
-        warnings=[*times.warnings, *find_warnings(metrics)],
+        warnings=[*times.warnings, *find_warnings(metrics, cut_off=found.traffic.cut_off)],
         serve=metrics,
         emulated=emulated,
         kv=Kv.from_plan(plan, point.context) if plan is not None else None,
