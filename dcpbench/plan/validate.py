@@ -102,11 +102,8 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     """Raise an error that names the options to use instead, unless the point can run."""
     probe = machine.probe
     if settings.step_times:  # first, as all else is judged by the machine and the engine of the file
-        times = load_step_times(settings.step_times)
-        measured = make_measured_point(point)
-        staged = "" if measured == point else f", for steps of {measured.instance_name} in {point.instance_name}"
-        times.check_point(measured, f"{settings.step_times}{staged}")
-        check_stages(times, point)
+        _check_layout(point, shape)
+        _check_step_times(point, settings.step_times)
         if machine.nnodes > 1:
             raise UsageError("--step-times are replayed by one process on one machine; leave --nodes out.")
     if probe.device == "cpu":
@@ -136,6 +133,20 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
         check_decode_batch(point)
         check_positions(point.context, None, shape, point.mtp)
     _check_memory(point, settings, shape, probe)
+
+
+def _check_step_times(point: Point, file: str) -> None:
+    """Raise UsageError unless a file has the step times of the point, or of the layout of which its stages are parts."""
+    times, measured = load_step_times(file), make_measured_point(point)
+    if measured == point:
+        times.check_point(point, file)
+    else:
+        times.check_point(
+            measured,
+            f"{file}, for steps of {measured.instance_name} in {point.instance_name}",
+            f"name a file of {measured.instance_name}, whose steps --mode replay measures with --dcp {measured.dcp} and without --stages.",
+        )
+    check_stages(times, point)
 
 
 def _check_layout(point: Point, shape: ModelShape) -> None:

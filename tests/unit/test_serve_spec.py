@@ -714,8 +714,8 @@ class TestDrafts:
         ("changes", "message"),
         [
             (
-                {"mtp": 3},
-                "Add the probability that each draft is accepted if those before it were, as in --mtp 3,acceptance=",
+                {"mtp": 2},
+                "Add the probability that each draft is accepted if those before it were, as in --mtp 2,acceptance=0.8/0.6,",
             ),
             ({"mtp": 8, "acceptance": "1"}, "a step verifies 1 to 7 drafts (0: none); write for example --mtp 3"),
             ({"mtp": 2, "acceptance": "0.5"}, "state one for each draft, such as acceptance=0.8/0.6"),

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench.errors import UsageError
+from dcpbench.errors import LayoutError, UsageError
 from dcpbench.models import SHAPES
+from dcpbench.plan.validate import Machine, check_runnable
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.cluster_specs import load_machine
 from dcpbench.points.pipeline import compute_hop_bytes, make_stages
@@ -183,6 +184,30 @@ class TestRefusals:
             UsageError, match="of another engine; name a file of dcpbench's engine, or leave --stages out"
         ):
             check_stages(times, msgspec.structs.replace(POINT, pp=2))
+
+    @pytest.mark.parametrize(
+        ("degrees", "message"),
+        [
+            (
+                {"dcp": 2, "pcp": 2},
+                "--exchange ag_rs instead of none; name a file of tp4, whose steps --mode replay measures with --dcp 1 and without --stages.",
+            ),
+            ({"dcp": 2, "pcp": 3}, "--dcp 2 with --stages pcp=3: DCP spans the PCP ranks"),
+            ({"pp": 4}, "use fewer, or replay steps that were measured with --emulate and a machine with +LINK"),
+        ],
+    )
+    def test_refused_stages_name_what_to_measure(self, degrees: dict[str, int], message: str, tmp_path: Path) -> None:
+        """The steps of tp4·dcp4 are given."""
+        times, file = step_times(path=get_engine_path(POINT)), tmp_path / "times.json"
+        write_step_times(file, times)
+        with pytest.raises((UsageError, LayoutError)) as caught:
+            check_runnable(
+                msgspec.structs.replace(POINT, **degrees),
+                Settings(step_times=str(file)),
+                SHAPES[POINT.model],
+                Machine(probe=times.make_probe()),
+            )
+        assert message in str(caught.value)
 
     def test_stages_on_several_hosts_need_a_link(self) -> None:
         with pytest.raises(UsageError, match="16 GPUs are more than the 8 of a host, and no link between hosts"):
