@@ -201,6 +201,12 @@ class TestSlurm:
         assert "already holds records; add --resume" in done.stderr
         assert cluster.calls == []
 
+    def test_file_as_run_is_refused_with_the_option_to_change(self, cluster: Cluster, typed: Typed) -> None:
+        Path("run").touch()
+        done = slurm(typed, *SWEEP, "-o", "run")
+        assert (done.returncode, cluster.calls) == (2, [])
+        assert "cannot be used as output folder (Not a directory); give another with -o" in done.stderr
+
     def test_secret_in_user_environment_is_not_passed_to_job(
         self, cluster: Cluster, typed: Typed, monkeypatch: pytest.MonkeyPatch
     ) -> None:
