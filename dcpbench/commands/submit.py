@@ -16,6 +16,7 @@ from dcpbench.commands import elsewhere
 from dcpbench.commands.command import PARSER_ERROR, Group, load_command, make_panel, register_command
 from dcpbench.errors import CapacityError, OutputError, UsageError
 from dcpbench.plan.command_line import remove_options
+from dcpbench.plan.option_parsers import split_command
 from dcpbench.points import redaction
 from dcpbench.points.names import format_flag
 from dcpbench.show.terminal import print_stderr
@@ -542,10 +543,7 @@ def _check_containers(containers: SlurmContainers) -> None:
 
 def _split_program(typed: str) -> tuple[str, ...]:
     """Return the words of --dcpbench. Raise UsageError if there are none."""
-    try:
-        words = shlex.split(typed)
-    except ValueError as e:
-        raise UsageError(f"--dcpbench {typed}: {e}; close every quote.") from e
+    words = split_command("--dcpbench", typed)
     if not words:
         raise UsageError(
             "--dcpbench names no command; write for example --dcpbench /opt/venv/bin/dcpbench, or leave it out."

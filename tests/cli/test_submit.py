@@ -475,7 +475,10 @@ def test_invalid_command_is_refused_before_it_is_queued(
         (("slurm", "--pyxis", "a", "--apptainer", "b"), "--pyxis and --apptainer contradict each other"),
         (("slurm", "--mount", "/data:/data"), "--mount is about a container; add --pyxis IMAGE"),
         (("slurm", "--cpus-per-node", "0"), "--cpus-per-node 0 is not positive; try --cpus-per-node 16"),
-        (("slurm", "--dcpbench", "python 'x"), "--dcpbench python 'x: No closing quotation; close every quote"),
+        (
+            ("slurm", "--dcpbench", "python 'x"),
+            '--dcpbench: "python \'x" cannot be read: No closing quotation; close every quote',
+        ),
         (("k8s", "--image", "x", "--dcpbench", " "), "--dcpbench names no command"),
         (("slurm", "--sbatch", "qos=high"), "write an option of sbatch, such as --sbatch=--qos=high"),
         (("slurm", "--setup", "one\ntwo"), "take a line each"),
