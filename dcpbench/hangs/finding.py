@@ -577,7 +577,7 @@ def _find_stalled_collective(evidence: Evidence, groups: Mapping[str, Lines]) ->
         number=one.number,
         waiting_at=one.known_call.at,
         why=[
-            "What carries it stands still: the network, a peer's memory, or on GPUs a kernel that was launched before it."
+            "If they stay there, what carries it stands still: the network, a peer's memory, or on GPUs a kernel that was launched before it."
         ],
     )
 
