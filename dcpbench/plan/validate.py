@@ -576,7 +576,7 @@ def _check_chunk(point: Point, load: Load) -> None:
     if load.chunk // point.dp < page:
         of = f" for each of {point.dp} replicas" if point.dp > 1 else ""
         raise UsageError(
-            f"--prefill chunk={load.chunk} leaves {load.chunk // point.dp} tokens{of}, and {point.instance_name} cuts prompts at "
+            f"--prefill chunk={load.chunk} leaves {format_count(load.chunk // point.dp, 'token')}{of}, and {point.instance_name} cuts prompts at "
             f"multiples of page size × dcp = {page}; use --prefill chunk={page * point.dp} or more, or a smaller --page-size."
         )
 
