@@ -66,18 +66,18 @@ class BenchOptions:
 
     def parse_counts(self, name: str, cpu: Sequence[int], gpu: Sequence[int]) -> tuple[int, ...]:
         """Return the numbers of a comma list such as `16,64k`, each once; without one, the default of the device."""
-        typed, default = self.typed[name], cpu if self.cpu else gpu
+        typed, default, flag = self.typed[name], cpu if self.cpu else gpu, _format_flag(name)
         if typed is None:
             return tuple(default)
         items = [item.strip() for item in typed.split(",")]
         found = [parse_count(item) or 0 for item in items]
         for item, count in zip(items, found, strict=True):
             if choices := suggest_counts(item):
-                raise UsageError(f"--{name} {typed}: {choices}.")
+                raise UsageError(f"{flag} {typed}: {choices}.")
             if not 0 < count <= MAX_COUNT:
-                example = f"--{name} {','.join(map(str, default))}"
+                example = f"{flag} {','.join(map(str, default))}"
                 wrong = f"is above {MAX_COUNT:,}" if count > 0 else "is not a positive whole number"
-                raise UsageError(f"--{name} {typed}: '{item}' {wrong}; write for example {example}.")
+                raise UsageError(f"{flag} {typed}: '{item}' {wrong}; write for example {example}.")
         return tuple(dict.fromkeys(found))
 
     def parse_names(self, name: str, known: Sequence[str], default: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -89,7 +89,9 @@ class BenchOptions:
             if item not in known:
                 near = difflib.get_close_matches(item, known, n=1)
                 hint = f"; did you mean {near[0]}?" if near else "."
-                raise UsageError(f"--{name} '{item}' is unknown{hint} Write a comma list of: {', '.join(known)}.")
+                raise UsageError(
+                    f"{_format_flag(name)} '{item}' is unknown{hint} Write a comma list of: {', '.join(known)}."
+                )
         return tuple(one for one in known if one in items)
 
     def parse_heads(self, default: Sequence[int], option: str, ranks: int) -> tuple[int, ...]:
@@ -103,11 +105,19 @@ class BenchOptions:
                 )
         return counts
 
-    def parse_query_lengths(self) -> tuple[dict[str, int], ...]:
-        """Return the size of a case that each of --query-length adds; one query row of a request adds none."""
+    def parse_query_lengths(self, contexts: Sequence[int]) -> tuple[dict[str, int], ...]:
+        """Return the size of a case that each of --query-length adds; one query row of a request adds none.
+
+        Raise UsageError for fewer KV rows in a request than query rows, each of which has a KV row.
+        """
         counts = self.parse_counts("query_length", (1,), (1,))
         if most := next((n for n in counts if n > MAX_QUERY_LENGTH), 0):
             raise UsageError(f"--query-length {most} is above {MAX_QUERY_LENGTH}, the most query rows of a request.")
+        if min(contexts) < max(counts):
+            raise UsageError(
+                f"--context {min(contexts)} with --query-length {max(counts)}: each query row has a KV row; use --context "
+                f"{max(counts)} or more."
+            )
         return tuple({"query_length": n} if n > 1 else {} for n in counts)
 
     def make_case(self, variant: str, **sizes: float | str) -> Case:
@@ -116,6 +126,10 @@ class BenchOptions:
         if layers is not None and layers < 1:
             raise UsageError(f"--layers {layers} is not a positive number; try --layers 16.")
         return Case(variant=variant, calls=layers or 0, sizes=sizes)
+
+
+def _format_flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def list_row_variants(backend: str, query: Mapping[str, int]) -> list[str]:
@@ -130,14 +144,15 @@ def list_attention_cases(options: BenchOptions) -> list[Case]:
     installed = [name for name, package in LIBRARIES.items() if importlib.util.find_spec(package)]
     usual = ("reference", "triton") if options.cpu else (*installed, "triton")
     backends = options.parse_names("backend", BACKENDS, usual)
+    contexts = options.parse_counts("context", (16,), (8192, 131072))
     grid = itertools.product(
         options.parse_names("kv_dtype", DTYPES, ("bf16",)),
         options.parse_names("lengths", LENGTHS),
         options.parse_counts("page", (4,), (64,)),
-        options.parse_counts("context", (16,), (8192, 131072)),
+        contexts,
         options.parse_counts("requests", (1, 3), (1, 8, 64)),
         options.parse_counts("heads", (16,), (16, 64, 128)),
-        options.parse_query_lengths(),
+        options.parse_query_lengths(contexts),
         backends,
     )
     cases = [
@@ -146,32 +161,39 @@ def list_attention_cases(options: BenchOptions) -> list[Case]:
         if kv == "bf16" or name in OVER_FP8
         for variant in list_row_variants(name, query)
     ]
-    if not cases:
-        raise UsageError(f"--backend {', '.join(backends)} does not read rows in fp8; use --backend triton.")
+    _check_backends(cases, backends)
     return cases
+
+
+def _check_backends(cases: Sequence[Case], backends: Sequence[str]) -> None:
+    """Raise UsageError if none of the backends reads the only data type of the KV cache."""
+    if not cases:
+        raise UsageError(f"--backend {','.join(backends)} does not read rows in fp8; use --backend triton.")
 
 
 def list_gqa_cases(options: BenchOptions) -> list[Case]:
     """Return every backend of grouped-query attention at every size, with those of one pool adjacent."""
     libraries = ["flashinfer"] if importlib.util.find_spec("flashinfer") else []
     usual = ("reference", "triton") if options.cpu else (*libraries, "triton")
+    backends = options.parse_names("backend", GQA_BACKENDS, usual)
     heads, kv_heads = options.parse_counts("heads", (8,), (64,)), options.parse_counts("kv_heads", (2,), (4, 8))
     for h, n in itertools.product(heads, kv_heads):
         if h % n:
             raise UsageError(f"--heads {h} cannot be divided among --kv-heads {n}; try --heads {-(-h // n) * n}.")
+    contexts = options.parse_counts("context", (16,), (8192, 32768))
     grid = itertools.product(
         options.parse_names("kv_dtype", DTYPES, ("bf16",)),
         options.parse_names("lengths", LENGTHS),
         options.parse_counts("head_dim", (16,), (128,)),
         options.parse_counts("page", (4,), (64,)),
-        options.parse_counts("context", (16,), (8192, 32768)),
+        contexts,
         options.parse_counts("requests", (1, 3), (8, 48)),
         kv_heads,
         heads,
-        options.parse_query_lengths(),
-        options.parse_names("backend", GQA_BACKENDS, usual),
+        options.parse_query_lengths(contexts),
+        backends,
     )
-    return [
+    cases = [
         options.make_case(
             variant, heads=h, kv_heads=n, head_dim=x, requests=b, context=s, page=p, lengths=division, kv=kv, **query
         )
@@ -179,6 +201,8 @@ def list_gqa_cases(options: BenchOptions) -> list[Case]:
         if kv == "bf16" or name in OVER_FP8
         for variant in list_row_variants(name, query)
     ]
+    _check_backends(cases, backends)
+    return cases
 
 
 def list_indexer_cases(options: BenchOptions) -> list[Case]:

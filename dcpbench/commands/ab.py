@@ -18,6 +18,7 @@ from dcpbench.commands.compare import JudgementOptions, OutputOptions
 from dcpbench.commands.elsewhere import REAL_SERVERS
 from dcpbench.errors import DcpbenchError, ExitCode, OutputError, UnusedOptionsError, UsageError
 from dcpbench.plan.command_line import hide_headers, remove_settings
+from dcpbench.plan.option_parsers import split_command
 from dcpbench.points import redaction
 from dcpbench.points.names import format_flag
 from dcpbench.records.disks import convert_output_errors
@@ -246,10 +247,7 @@ def _check_given(variants: Variants) -> None:
 
 def _parse_arguments(variants: Variants, side: str, command: Command) -> list[str]:
     """Return one side's options as arguments of the command. Raise UsageError, which names the side, if it rejects them."""
-    try:
-        arguments = [*shlex.split(variants.both), *shlex.split(getattr(variants, side))]
-    except ValueError as e:
-        raise UsageError(f"--{side} or --both: {e}; close every quote.") from e
+    arguments = [*split_command("--both", variants.both), *split_command(f"--{side}", getattr(variants, side))]
     if {"-h", "--help"} & set(arguments):
         raise UsageError(f"--{side} and --both take options of a run; see `dcpbench {variants.workload} --help`.")
     try:

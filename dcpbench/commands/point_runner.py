@@ -304,7 +304,7 @@ def prepare_folder(
         print_stderr(f"None of these points is in {folder}; to continue its run, repeat the command of that run.")
     if run.resume:
         now = folders.list_settings([c.point for c in candidates], options.settings, options.device)
-        if changed := folders.check_resumed(folder, now):
+        if changed := folders.check_resumed(folder, now, known.values()):
             print_stderr(changed)
     for c in candidates:
         old = known.get(c.point.get_key())

@@ -17,6 +17,7 @@ from dcpbench.commands import elsewhere
 from dcpbench.commands.command import PARSER_ERROR, Group, load_command, make_panel, register_command
 from dcpbench.errors import CapacityError, DcpbenchError, OutputError, UsageError
 from dcpbench.plan.command_line import remove_options
+from dcpbench.plan.option_parsers import split_command
 from dcpbench.points import redaction
 from dcpbench.points.names import MOE_TP, format_flag
 from dcpbench.show.terminal import print_stderr
@@ -169,6 +170,8 @@ def slurm(job: Job, cluster: Slurm, containers: SlurmContainers, words: Words = 
     for option, value in (("--partition", cluster.partition), ("--account", cluster.account)):
         if value and any(c.isspace() for c in value):
             raise UsageError(f"{option} {value!r} holds a blank; give the name as `sinfo` or `sacctmgr` shows it.")
+    if cluster.cpus_per_node is not None and cluster.cpus_per_node < 1:
+        raise UsageError(f"--cpus-per-node {cluster.cpus_per_node} is not positive; try --cpus-per-node 16.")
     lines = [*(cluster.sbatch or []), *(cluster.setup or [])]
     if any("\n" in line for line in lines):
         raise UsageError("--sbatch and --setup take a line each; repeat the option for several.")
@@ -242,7 +245,7 @@ def k8s(job: Job, cluster: Kubernetes, words: Words = None) -> int:
         )
     settings = queue.Cluster(
         image=cluster.image,
-        program=tuple(shlex.split(cluster.dcpbench)),
+        program=_split_program(cluster.dcpbench),
         namespace=cluster.namespace or "",
         context=cluster.context or "",
         claim=cluster.claim or "",
@@ -556,12 +559,22 @@ def _check_containers(containers: SlurmContainers) -> None:
         raise UsageError("--mount is about a container; add --pyxis IMAGE or --apptainer IMAGE, or leave it out.")
 
 
+def _split_program(typed: str) -> tuple[str, ...]:
+    """Return the words of --dcpbench. Raise UsageError if there are none."""
+    words = split_command("--dcpbench", typed)
+    if not words:
+        raise UsageError(
+            "--dcpbench names no command; write for example --dcpbench /opt/venv/bin/dcpbench, or leave it out."
+        )
+    return tuple(words)
+
+
 def _find_program(typed: str | None, *, inside: bool) -> tuple[str, ...]:
     """Return the command that starts dcpbench on a machine. Raise UsageError if that is another installation."""
     from dcpbench.launch import version_check
 
-    if typed:
-        return tuple(shlex.split(typed))
+    if typed is not None:
+        return _split_program(typed)
     if inside:
         return ("dcpbench",)
     script = Path(sys.executable).with_name("dcpbench")

@@ -146,7 +146,9 @@ def _check_limits(report: Report, host: Host, nnodes: int) -> None:
     locked = report.read("locked memory", lambda: host.get_limit(resource.RLIMIT_MEMLOCK))
     if locked is not None:
         wrong = (
-            "" if locked == resource.RLIM_INFINITY else f"{locked / GIB:.3g} GiB: RDMA between machines fails on it."
+            ""
+            if locked == resource.RLIM_INFINITY
+            else f"limited to {format_size(locked)}: RDMA between machines fails on it."
         )
         report.add_verdict(
             "locked memory", wrong, "ulimit -l unlimited; for a container --ulimit memlock=-1.", "unlimited."

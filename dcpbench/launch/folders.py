@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dcpbench.errors import DcpbenchError, OutputError
 from dcpbench.launch.jobs import read_job
 from dcpbench.launch.processes import COMMAND, find_alive, find_alive_pid
@@ -22,6 +24,7 @@ from dcpbench.plan.used_options import get_idle_fields
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import format_field
 from dcpbench.points.point import HOW
+from dcpbench.points.settings import Settings
 from dcpbench.records import disks
 from dcpbench.records.folder import (
     CASES_SUFFIX,
@@ -43,7 +46,6 @@ if TYPE_CHECKING:
 
     from dcpbench.launch.jobs import Job
     from dcpbench.points.point import Point
-    from dcpbench.points.settings import Settings
     from dcpbench.records.record import Record
 
 COMMANDS = {"decode": "sweep", "serve": "serve"}  # command that writes records, by workload
@@ -219,14 +221,21 @@ def list_settings(points: Sequence[Point], settings: Settings, device: str) -> d
         if axis.one and axis.name not in get_idle_fields(point.tp, point.dp, point.dcp)
     }
     return {
+        **_list_measurement_settings(settings),
+        **{format_field(name): value for name, value in shared.items()},
+        "--device": device,
+    }
+
+
+def _list_measurement_settings(settings: Settings) -> dict[str, object]:
+    return {
         "--seconds": settings.seconds,
         "--profile": settings.profile,
         "--slo": ",".join(f"{name}={ms:g}" for name, ms in settings.slo.items()) or None,
         "--timeout load": settings.limit_seconds,
         "--step-times": settings.step_times or None,
+        "--stages micro-batches": settings.micro_batches or None,
         "--kv-memory": settings.kv_memory_bytes and f"{settings.kv_memory_bytes}B",
-        **{format_field(name): value for name, value in shared.items()},
-        "--device": device,
     }
 
 
@@ -296,15 +305,20 @@ def format_resume_command(folder: Path, records: Iterable[Record]) -> str:
     return command + ("" if "--resume" in words else " --resume")
 
 
-def check_resumed(folder: Path, now: Mapping[str, object]) -> str:
-    """Return the differences from the settings of the folder's jobs as a sentence; empty without differences.
+def check_resumed(folder: Path, now: Mapping[str, object], records: Iterable[Record] = ()) -> str:
+    """Return the differences from the settings of the folder's jobs and records as a sentence; empty without differences.
 
     Raise OutputError if new points would not be comparable with the recorded ones: another pool, layout of the KV
-    cache, dtype, checkpoint or device.
+    cache, dtype, checkpoint or device. Points that no job measured, such as replays of given step times, have their settings in
+    `records` alone.
     """
     before: dict[str, object] = {}
     for job in _iter_jobs(folder):
         before = list_settings(job.points, job.settings, job.device) | before
+    for record in records:
+        if record.outcome == "ok" and record.measured_with:
+            with contextlib.suppress(msgspec.ValidationError):
+                before = _list_measurement_settings(msgspec.convert(record.measured_with, Settings)) | before
     differ = {name: (old, now[name]) for name, old in before.items() if name in now and old != now[name]}
     differences = ", ".join(
         f"{name} was {_format_value(old)} and is {_format_value(new)}" for name, (old, new) in differ.items()

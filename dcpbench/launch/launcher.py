@@ -511,6 +511,10 @@ def _make_record(point: Point, running: Running, end: _JobEnd, options: JobOptio
         how = retry.format_retry_options(before + 1, options.retries)
         again = f", then try again with {how}" if options.kind == "sweep" else ""
         advice = f"Read {detail['log']} in the run's folder{again}"
+        if end.over_s:
+            advice = (
+                f"It may only be slow: allow more time with --timeout point={2 * end.over_s:g}. Otherwise r{advice[1:]}"
+            )
     warnings = ["cpu"] if options.device == "cpu" else []
     return Record(
         point=point,

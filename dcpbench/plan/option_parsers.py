@@ -8,6 +8,7 @@ import difflib
 import math
 import re
 import reprlib
+import shlex
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
@@ -55,6 +56,14 @@ def parse_bytes(name: str, value: object) -> int:
             f"{format_setting(name, typed)}: must be more than 0 bytes; write for example {format_flag(name)} 100GiB."
         )
     return size
+
+
+def split_command(where: str, text: str) -> list[str]:
+    """Return the words of a command line. Raise UsageError for an open quote, with the option `where`."""
+    try:
+        return shlex.split(text)
+    except ValueError as e:
+        raise UsageError(f"{where}: {text!r} cannot be read: {e}; close every quote.") from e
 
 
 def split_items(name: str, value: object) -> list[object]:

@@ -67,7 +67,6 @@ MAX_REQUESTS = 10_000_000  # maximum generated requests: their prompts of 100 to
 OF_TOKENS = ("itl", "tpot")  # objectives that an answer of one token does not have
 MAX_TURNS = 10_000
 MAX_SUBAGENTS = 1_000
-YAML_BASE = 60
 MIN_GB_S, MAX_GB_S, MAX_TRANSFER_MS = 1e-3, 1e6, 60_000
 MIN_BURSTINESS = 1e-3  # gaps are then 32 times as uneven as Poisson's; below, floating point leaves only gaps of 0
 
@@ -572,12 +571,7 @@ def parse_rates(name: str, value: object) -> tuple[float, ...]:
 
 
 def _parse_instances(name: str, value: object) -> tuple[str, ...]:
-    found = read.split_items(name, value)
-    if number := next((one for one in found if isinstance(one, int) and one >= YAML_BASE), None):
-        raise UsageError(
-            f"{format_setting(name, number)}: YAML reads 1:2 as a number of base {YAML_BASE}; write it in quotes, or 1P2D."
-        )
-    return tuple(dict.fromkeys(str(parse_instances(one)) for one in found))
+    return tuple(dict.fromkeys(str(parse_instances(one)) for one in read.split_items(name, value)))
 
 
 def _parse_real(name: str, value: object) -> float:

@@ -100,11 +100,8 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     """Raise an error that names the options to use instead, unless the point can run."""
     probe = machine.probe
     if settings.step_times:  # first, as all else is judged by the machine and the engine of the file
-        times = load_step_times(settings.step_times)
-        measured = make_measured_point(point)
-        staged = "" if measured == point else f", for steps of {measured.instance_name} in {point.instance_name}"
-        times.check_point(measured, f"{settings.step_times}{staged}")
-        check_stages(times, point)
+        _check_layout(point, shape)
+        _check_step_times(point, settings.step_times)
         if machine.nnodes > 1:
             raise UsageError("--step-times are replayed by one process on one machine; leave --nodes out.")
     if probe.device == "cpu":
@@ -134,6 +131,20 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
         check_decode_batch(point)
         check_positions(point.context, None, shape, point.mtp)
     _check_memory(point, settings, shape, probe)
+
+
+def _check_step_times(point: Point, file: str) -> None:
+    """Raise UsageError unless a file has the step times of the point, or of the layout of which its stages are parts."""
+    times, measured = load_step_times(file), make_measured_point(point)
+    if measured == point:
+        times.check_point(point, file)
+    else:
+        times.check_point(
+            measured,
+            f"{file}, for steps of {measured.instance_name} in {point.instance_name}",
+            f"name a file of {measured.instance_name}, whose steps --mode replay measures with --dcp {measured.dcp} and without --stages.",
+        )
+    check_stages(times, point)
 
 
 def _check_layout(point: Point, shape: ModelShape) -> None:
@@ -575,7 +586,7 @@ def _check_chunk(point: Point, load: Load) -> None:
     if load.chunk // point.dp < page:
         of = f" for each of {point.dp} replicas" if point.dp > 1 else ""
         raise UsageError(
-            f"--prefill chunk={load.chunk} leaves {load.chunk // point.dp} tokens{of}, and {point.instance_name} cuts prompts at "
+            f"--prefill chunk={load.chunk} leaves {format_count(load.chunk // point.dp, 'token')}{of}, and {point.instance_name} cuts prompts at "
             f"multiples of page size × dcp = {page}; use --prefill chunk={page * point.dp} or more, or a smaller --page-size."
         )
 

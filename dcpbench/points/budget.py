@@ -80,10 +80,11 @@ def plan_engine(points: Sequence[Point], settings: Settings, shape: ModelShape, 
     The pool has the size of --kv-memory if that is given; else the memory left next to all weights, if every point can
     run in that; else the size that the largest point needs. `bounded_by` names which of the three. Points of `serve`
     run with less than they need, because their requests wait: next to all weights they get what is left, and never more
-    than fits. With pipeline stages it is the plan of the stage with the fewest pages, which all stages use.
+    than fits. With pipeline stages it is the plan of the stage with the fewest pages, which all stages use; of several, that with
+    the largest pages.
     """
-    stages = make_stages(shape, points[0].pp)
-    return min((_plan_stage(points, settings, stage, probe) for stage in stages), key=lambda plan: plan.pages)
+    plans = [_plan_stage(points, settings, stage, probe) for stage in make_stages(shape, points[0].pp)]
+    return min(plans, key=lambda plan: (plan.pages, -plan.kv_bytes))
 
 
 def _plan_stage(points: Sequence[Point], settings: Settings, shape: ModelShape, probe: Probe) -> EnginePlan:

@@ -20,7 +20,7 @@ import itertools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dcpbench.errors import LayoutError
-from dcpbench.points.names import MOE_EP, MOE_TP, SGLANG, VLLM
+from dcpbench.points.names import MOE_EP, MOE_TP, SGLANG, VLLM, format_setting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -70,12 +70,13 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, *OUTER_DEGREES):
-            if getattr(self, name) < 1:
-                raise LayoutError(f"--{name} {getattr(self, name)} is not a positive number; try --{name} 1.")
-            if getattr(self, name) > MAX_RANKS:
+            degree = getattr(self, name)
+            given = format_setting(name, degree)
+            if degree < 1:
+                raise LayoutError(f"{given} is not a positive number; try {format_setting(name, 1)}.")
+            if degree > MAX_RANKS:
                 raise LayoutError(
-                    f"--{name} {getattr(self, name)} is more than the {MAX_RANKS:,} ranks that a layout can have; try "
-                    f"--{name} 8."
+                    f"{given} is more than the {MAX_RANKS:,} ranks that a layout can have; try {format_setting(name, 8)}."
                 )
         if self.tp % self.dp:
             problem = f"--dp {self.dp} does not divide --tp {self.tp}"

@@ -93,13 +93,13 @@ def compute_hop_bytes(rows: int, hidden: int, itemsize: int, ranks: int) -> tupl
     return whole // ranks, whole - whole // ranks
 
 
-def check_hosts(layout: Layout, machine: Machine) -> None:
-    """Raise UsageError if calls between ranks of different hosts are needed and unknown."""
+def check_hosts(layout: Layout, machine: Machine, option: str = "name a machine") -> None:
+    """Raise UsageError if calls between ranks of different hosts are needed and unknown. `option`: how a machine is named."""
     host = machine.gpus_per_host
     if layout.gpus > host and machine.link is None:
         raise UsageError(
-            f"{layout.gpus} GPUs are more than the {host} of a host, and no link between hosts is described; use fewer, or name a "
-            f"machine with +LINK, such as {machine.gpu}+rdma-400, or a file with link."
+            f"{layout.gpus} GPUs are more than the {host} of a host, and no link between hosts is described; use fewer, or {option} "
+            f"with +LINK, such as {machine.gpu}+rdma-400, or a file with link."
         )
     if layout.spread.tp > host and 1 < layout.spread.dp <= host:
         ranks = "ranks of prefill context parallelism" if layout.pcp > 1 else "attention replicas"

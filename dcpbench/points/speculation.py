@@ -100,7 +100,7 @@ def check_acceptance(draft_tokens: tuple[int, ...], acceptance: str) -> None:
     if stated not in (0, most):
         raise UsageError(
             f"--mtp tokens={most} with {stated} probabilities ({acceptance}); state one for each draft, such as "
-            f"acceptance={SEPARATOR.join(['0.8', *['0.6'] * (most - 1)])}."
+            f"{_make_example(most)}."
         )
 
 
@@ -110,8 +110,12 @@ def require_acceptance(draft_tokens: tuple[int, ...], acceptance: str) -> None:
     if most and not acceptance:
         raise UsageError(
             f"--mtp {most} without acceptance: how many tokens a step yields depends on it. Add the probability that each draft is "
-            f"accepted if those before it were, as in {_EXAMPLE}, or acceptance=FILE."
+            f"accepted if those before it were, as in --mtp {most},{_make_example(most)}, or acceptance=FILE."
         )
+
+
+def _make_example(draft_tokens: int) -> str:
+    return f"acceptance={SEPARATOR.join(['0.8', *['0.6'] * (draft_tokens - 1)])}"
 
 
 def limit_acceptance(draft_tokens: int, acceptance: str) -> str:

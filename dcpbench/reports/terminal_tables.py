@@ -249,9 +249,13 @@ def _format_notes(points: pd.DataFrame) -> list[str]:
     preempted = points[points["preemptions"] > 0]
     clauses = [f"{format_whole(p['preemptions'])} with {p['label']} at {p['arrival']}" for _, p in preempted.iterrows()]
     notes += [f"preemptions: {', '.join(clauses)}"] if clauses else []
+    ended_early = points[points["warnings"].map(lambda warnings: "cut_off" in warnings)]
+    unsent = (ended_early["load_requests"] - ended_early["submitted"]).sum()
     cut, rejected = points["cancelled"].sum(), points["rejected"].sum()
-    if cut or rejected:
-        notes.append(f"not served: {format_count(int(cut), 'request')} cut off, {rejected:,.0f} that can never fit")
+    if cut or rejected or unsent:
+        notes.append(
+            f"not served: {format_count(int(cut), 'request')} cut off, {unsent:,.0f} never sent, {rejected:,.0f} that can never fit"
+        )
     slos = [slo for slo in dict.fromkeys(points["slo"]) if slo]
     return notes + ([f"good/s: requests per second with {'; or '.join(slos)}"] if slos else [])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import shlex
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -155,10 +154,7 @@ def _read_variants(engine: Engine, variants: Sequence[str], engines: int) -> dic
             raise UsageError(
                 f"--variant {text}: each variant needs its own name, as in --variant eager=--enforce-eager."
             )
-        try:
-            found[name] = shlex.split(flags if equals else engine.variants[name])
-        except ValueError as e:
-            raise UsageError(f"--variant {text}: {e}; close its quotes.") from e
+        found[name] = read.split_command(f"--variant {name}", flags if equals else engine.variants[name])
         register_command_line(found[name])
     return found
 

@@ -533,6 +533,7 @@ def _make_record(point: Point, server: MeasuredServer, sent: _LoadState, *, fail
         GAPS_DIVIDED: drafts is None and any(s.chunk_tokens for s in samples),
         NOMINAL: _has_other_lengths(samples, sent.requests),
     }
+    cut_off = server.settings.limit_seconds is not None and len(outcomes) < len(sent.requests)
     reason = failed or _describe_none_finished(metrics, outcomes)
     if stopped:
         reason = (
@@ -543,7 +544,11 @@ def _make_record(point: Point, server: MeasuredServer, sent: _LoadState, *, fail
         record,
         outcome="failed" if reason else "ok",
         reason=reason,
-        warnings=[*record.warnings, *list_point_warnings(server, sent.gpu, found_warnings), *find_warnings(metrics)],
+        warnings=[
+            *record.warnings,
+            *list_point_warnings(server, sent.gpu, found_warnings),
+            *find_warnings(metrics, cut_off=cut_off),
+        ],
         host_syncs_per_step=sent.waits[0] if sent.waits else None,
         sync_sites=sent.waits[1] if sent.waits else [],
         serve=metrics,

@@ -34,6 +34,7 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.models import REPOSITORIES
+from dcpbench.plan.option_parsers import split_command
 from dcpbench.points.engine_points import format_settings
 from dcpbench.points.layout import DEGREES, OUTER_DEGREES
 from dcpbench.points.names import (
@@ -372,7 +373,7 @@ def resolve_engine(named: str | None, command: str | None, arguments: str | None
     if command is not None:
         if named is not None:
             raise UsageError("--engine and --serve-cmd contradict each other; give one of them.")
-        words = _split_words("--serve-cmd", command)
+        words = split_command("--serve-cmd", command)
         if not words:
             raise UsageError(f"--serve-cmd is empty; write for example {EXAMPLE}.")
         found = Engine(name=Path(words[0]).name, command=command)
@@ -388,15 +389,7 @@ def resolve_engine(named: str | None, command: str | None, arguments: str | None
 
 def _escape_arguments(text: str) -> str:
     """Return the value of --engine-args for a command, in which braces of its own are doubled. Raises UsageError."""
-    return shlex.join(_split_words("--engine-args", text)).replace("{", "{{").replace("}", "}}")
-
-
-def _split_words(where: str, text: str) -> list[str]:
-    """Return the words of a command line. Raise UsageError for an open quote."""
-    try:
-        return shlex.split(text)
-    except ValueError as e:
-        raise UsageError(f"{where}: {text!r} cannot be read: {e}; close every quote.") from e
+    return shlex.join(split_command("--engine-args", text)).replace("{", "{{").replace("}", "}}")
 
 
 def _read_engine(named: str) -> Engine:
@@ -416,7 +409,7 @@ def _read_engine(named: str) -> Engine:
 
 def _check_placeholders(where: str, text: str, known: Sequence[str]) -> None:
     """Raise UsageError if a text has an open quote, a single brace, or a placeholder that is not known."""
-    _split_words(where, text)
+    split_command(where, text)
     try:
         parts = list(string.Formatter().parse(text))
     except ValueError as e:

@@ -249,7 +249,7 @@ class Link:
 
     bytes_s: float  # bandwidth of a GPU
     latency_s: float = 0.0  # latency of each transfer, during which the link is occupied as well
-    page_bytes: int  # bytes of a page of one rank over all layers; whole pages are sent
+    page_bytes: int  # bytes of a page of one rank over all layers, of the largest pipeline stage; whole pages are sent
 
     def compute_seconds(self, sent_bytes: int) -> float:
         """Return the duration of a transfer of `sent_bytes` per GPU, in s."""

@@ -250,13 +250,18 @@ def get_outcome(sample: RequestResult) -> str:
     return FINISHED if sample.is_finished else CANCELLED
 
 
-def find_warnings(found: ServeMetrics) -> list[str]:
+def find_warnings(found: ServeMetrics, *, cut_off: bool = False) -> list[str]:
     """Return the warnings of the metrics themselves: `cut_off`, `few_samples`, `rejections`, `requests_failed`.
 
-    `few_samples` is set if a percentile of TTFT or ITL has too few samples (stats.compute_min_samples).
+    `few_samples` is set if a percentile of TTFT or ITL has too few samples (stats.compute_min_samples). `cut_off`: the run
+    ended before all requests were sent, which the metrics do not show.
     """
     lacking = any(None in (times.p90, times.p95, times.p99) for times in (found.ttft_ms, found.itl_ms))
-    found_warnings = {"cut_off": bool(found.cancelled), "few_samples": lacking, "rejections": bool(found.rejected)}
+    found_warnings = {
+        "cut_off": cut_off or bool(found.cancelled),
+        "few_samples": lacking,
+        "rejections": bool(found.rejected),
+    }
     found_warnings |= {REQUESTS_FAILED: bool(found.failed)}
     return [warning for warning, holds in found_warnings.items() if holds]
 

@@ -24,6 +24,7 @@ import msgspec
 
 from dcpbench.models import load_shape
 from dcpbench.points import latency_bands
+from dcpbench.points.budget import compute_page_bytes
 from dcpbench.records.folder import CASES_SUFFIX, STEP_TIMES_FOLDER
 from dcpbench.records.formulas import compute_forecast_error, summarize_latencies
 from dcpbench.records.model_sizes import read_model_sizes
@@ -308,7 +309,7 @@ def replay_point(
     return Record(
         point=point,
         outcome="ok",
-        warnings=[*times.warnings, *find_warnings(metrics)],
+        warnings=[*times.warnings, *find_warnings(metrics, cut_off=found.traffic.cut_off)],
         serve=metrics,
         emulated=emulated,
         kv=Kv.from_plan(plan, point.context) if plan is not None else None,
@@ -380,7 +381,7 @@ def _make_deployment(
     link = Link(
         bytes_s=1e9 * point.transfer_gb_s,
         latency_s=point.transfer_ms / 1e3,
-        page_bytes=plan.kv_bytes // plan.pages,
+        page_bytes=compute_page_bytes(point, load_shape(point.model)),
     )
     return Disaggregated(config, wanted.prefill, wanted.decode, link)
 

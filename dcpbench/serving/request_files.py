@@ -478,7 +478,7 @@ class _Reader:
             _raise_error(
                 self.path,
                 number,
-                f"{len(hashes)} 'hash_ids' for {inputs} tokens, which are {math.ceil(inputs / size)} blocks of {size}{add}",
+                f"{len(hashes)} 'hash_ids' for {inputs} tokens, which are {format_count(math.ceil(inputs / size), 'block')} of {size}{add}",
             )
         return tuple(hashes)
 

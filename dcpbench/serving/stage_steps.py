@@ -62,7 +62,9 @@ def check_stages(times: StepTimes, point: Point) -> None:
         raise UsageError(
             f"{point.instance_name}: these step times are of another engine; name a file of dcpbench's engine, or leave --stages out."
         )
-    check_hosts(point.layout, _load_machine(times, point))
+    check_hosts(
+        point.layout, _load_machine(times, point), "replay steps that were measured with --emulate and a machine"
+    )
 
 
 def _load_machine(times: StepTimes, point: Point) -> Machine:

@@ -43,6 +43,7 @@ LINE, GATHER, UNEVEN, UNALIGNED, CHECK, HOT = USES = ("line", "gather", "uneven"
 """Uses of a case: interpolation, cost of more stored tokens, savings of replicas with fewer rows, cost of a number of rows that is no
 multiple of EngineServer.row_multiple, check of predictions, or slowdown after chunks, where power limits slow a GPU down.
 """
+MEASURE_AGAIN = "name a file that was measured for this point, or leave --step-times out and it is measured now."
 MODELLED = (LINE, GATHER, UNEVEN, UNALIGNED)  # uses for predictions, in the order of StepModel's arguments
 
 
@@ -316,8 +317,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         together = PiecewiseLinear((p.tokens, p.times) for p in found) if found else None
         return [_apply_scaling(m, together) for m in self.cases if m.case.use == use]
 
-    def check_point(self, point: Point, name: str = "the step times") -> None:
-        """Raise UsageError with the differences unless these are the times of the point's engine."""
+    def check_point(self, point: Point, name: str = "the step times", remedy: str = MEASURE_AGAIN) -> None:
+        """Raise UsageError with the differences and `remedy` unless these are the times of the point's engine."""
         wanted = get_engine_path(point)
         if self.engine is None and not self.path["mtp"]:
             wanted["mtp"] = 0  # draft_steps.py estimates steps with drafts from those without
@@ -325,10 +326,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if self.engine is not None and self.engine.settings != point.settings:
             found.append(f"{self.engine.settings or 'no varied flags'} instead of {point.settings or 'none'}")
         if found:
-            raise UsageError(
-                f"{name}: measured with {', '.join(found)}; name a file that was measured for this point, or leave "
-                "--step-times out and it is measured now."
-            )
+            raise UsageError(f"{name}: measured with {', '.join(found)}; {remedy}")
 
 
 def _apply_scaling(measured: MeasuredCase, together: PiecewiseLinear | None) -> MeasuredCase:

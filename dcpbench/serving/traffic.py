@@ -104,7 +104,7 @@ class Traffic:
             tuple[float, int, ServeRequest]
         ] = []  # heap of pending turns: due time, number (unique), request
         self.free_s: collections.deque[float] = collections.deque()  # since when clients have no session
-        self.stopped = False
+        self.stopped = self.cut_off = False  # `cut_off`: some requests were not sent, or not answered to their end
 
     @property
     def is_done(self) -> bool:
@@ -185,7 +185,7 @@ class Traffic:
 
     def stop(self) -> None:
         """Stop sending and cancel unfinished requests; called after the last step has been read."""
-        self.stopped = True
+        self.cut_off, self.stopped = not self.is_done, True
         self.turns.clear()
         for sequence in self.scheduler.cancel():
             self.sample_of[sequence.request.number].sequence = sequence

@@ -74,7 +74,7 @@ def load_job(folder: Path) -> SubmittedJob | None:
     path = folder / SUBMIT_FOLDER / STATE_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=SubmittedJob)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, *UNREADABLE) as e:
         raise OutputError(f"{path} cannot be read ({e}); remove it if the job is gone, and submit again.") from e

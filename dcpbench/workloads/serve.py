@@ -188,7 +188,7 @@ def run(
             gpu_idle=(metrics.idle_fraction or 0.0) > MAX_IDLE_SHARE,
             host_sync=any(not _is_token_read(site) for site in sites or []),
         )
-        + outcome.find_warnings(metrics),
+        + outcome.find_warnings(metrics, cut_off=loop.traffic.cut_off),
         serve=metrics,
         rates=rates,
         host_syncs_per_step=None if sites is None else sum(s.per_step for s in sites),

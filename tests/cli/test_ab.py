@@ -211,7 +211,7 @@ def test_point_that_fails_only_in_b_fails_the_gate(ab) -> None:
     ("args", "advice"),
     [
         (["--a", "--tp 1", "--b", "--contxt 100"], "--b '--contxt 100': No such option"),
-        (["--a", '--tp "1'], "--a or --both: No closing quotation"),
+        (["--a", '--tp "1'], "--a: '--tp \"1' cannot be read: No closing quotation; close every quote"),
         (["--a", "--tp 1 -o here"], "--a '--tp 1 -o here': leave out -o"),
         (["--both", "--tp 1 -o here", "--a", "--dcp 1"], "--a '--dcp 1' and --both '--tp 1 -o here': leave out -o"),
         (["--both", "--bogus", "--a", "--tp 1"], "--a '--tp 1' and --both '--bogus': No such option: --bogus"),

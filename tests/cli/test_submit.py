@@ -201,6 +201,12 @@ class TestSlurm:
         assert "already holds records; add --resume" in done.stderr
         assert cluster.calls == []
 
+    def test_file_as_run_is_refused_with_the_option_to_change(self, cluster: Cluster, typed: Typed) -> None:
+        Path("run").touch()
+        done = slurm(typed, *SWEEP, "-o", "run")
+        assert (done.returncode, cluster.calls) == (2, [])
+        assert "cannot be used as output folder (Not a directory); give another with -o" in done.stderr
+
     def test_secret_in_user_environment_is_not_passed_to_job(
         self, cluster: Cluster, typed: Typed, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -468,6 +474,12 @@ def test_invalid_command_is_refused_before_it_is_queued(
     [
         (("slurm", "--pyxis", "a", "--apptainer", "b"), "--pyxis and --apptainer contradict each other"),
         (("slurm", "--mount", "/data:/data"), "--mount is about a container; add --pyxis IMAGE"),
+        (("slurm", "--cpus-per-node", "0"), "--cpus-per-node 0 is not positive; try --cpus-per-node 16"),
+        (
+            ("slurm", "--dcpbench", "python 'x"),
+            '--dcpbench: "python \'x" cannot be read: No closing quotation; close every quote',
+        ),
+        (("k8s", "--image", "x", "--dcpbench", " "), "--dcpbench names no command"),
         (("slurm", "--sbatch", "qos=high"), "write an option of sbatch, such as --sbatch=--qos=high"),
         (("slurm", "--setup", "one\ntwo"), "take a line each"),
         (("k8s",), "add for example --image"),

@@ -119,6 +119,15 @@ def test_uneven_lengths_keep_their_sum_and_span_an_eighth_to_fifteen_eighths():
     assert make_lengths(case(requests=1, context=80, lengths="uneven"), seed=3) == [80]
 
 
+def test_shortest_of_uneven_lengths_has_a_row_for_each_query_row(device):
+    """Use mean 16 with 2 requests: an eighth would be 2 rows, for up to 8 query rows."""
+    sizes = case(requests=2, context=16, lengths="uneven", query_length=3)
+    assert sorted(make_lengths(sizes, seed=3)) == [8, 24]
+    assert sorted(make_lengths(case(requests=2, context=4, lengths="uneven"), seed=3)) == [4, 4]
+    calls = Attention(device, 0).build_calls(sizes)
+    assert calls.check(calls.run) == ""
+
+
 def test_each_page_is_used_once_and_page_0_never():
     shards = make_shards([9, 1, 8], page=4, seed=0)
     assert [len(p) for p in shards.pages] == [3, 1, 2]

@@ -195,7 +195,7 @@ class TestSettings:
             (["vllm"], ["graphs"], "vllm has no such variant (it has eager)"),
             (["vllm"], ["a=--x", "a=--y"], "each variant needs its own name"),
             (["vllm"], ["=--x"], "each variant needs its own name"),
-            (["vllm"], ["a='--x"], "close its quotes"),
+            (["vllm"], ["a='--x"], "close every quote"),
             (["vllm", "sglang"], ["a=--x"], "write them into [variants] of its file"),
             (["vllm", "vllm"], [], "vllm tp2 is listed twice"),
         ],

@@ -3,7 +3,7 @@
 import pytest
 
 from dcpbench.bench.bench_record import Case
-from dcpbench.bench.cases import BenchOptions, list_attention_cases, list_collectives_cases
+from dcpbench.bench.cases import BenchOptions, list_attention_cases, list_collectives_cases, list_gqa_cases
 from dcpbench.errors import UsageError
 
 COLLECTIVES = dict.fromkeys(("requests", "width", "variant", "layers"))
@@ -48,8 +48,17 @@ def test_query_rows_are_measured_together_and_as_separate_requests():
         (4, "triton-rows"),
         (4, "flashinfer-rows"),
     ]
-    with pytest.raises(UsageError, match="--query-length 9 is above 8"):
-        list_attention_cases(BenchOptions(cpu=False, typed=typed | {"query_length": "9"}))
+    for wrong, message in (
+        ({"query_length": "9"}, "--query-length 9 is above 8"),
+        ({"query_length": "x"}, "--query-length x: 'x' is not a positive whole number"),
+        ({"kv_dtype": "fp9"}, "--kv-dtype 'fp9' is unknown"),
+        (
+            {"context": "100,3"},
+            "--context 3 with --query-length 4: each query row has a KV row; use --context 4 or more.",
+        ),
+    ):
+        with pytest.raises(UsageError, match=message):
+            list_attention_cases(BenchOptions(cpu=False, typed=typed | wrong))
 
 
 def test_even_and_uneven_lengths_are_separate_cases():
@@ -70,10 +79,10 @@ def test_fp8_rows_are_measured_with_backends_that_support_them():
         ("bf16", "flashinfer"),
         ("fp8", "triton"),
     ]
-    with pytest.raises(UsageError, match="flashinfer does not read rows in fp8; use --backend triton"):
-        list_attention_cases(
-            BenchOptions(cpu=False, typed=typed | {"backend": "flashinfer", "kv_dtype": "fp8", "layers": 2})
-        )
+    typed |= {"backend": "flashinfer", "kv_dtype": "fp8", "layers": 2, "kv_heads": "4", "head_dim": "128"}
+    for list_them in (list_attention_cases, list_gqa_cases):
+        with pytest.raises(UsageError, match="flashinfer does not read rows in fp8; use --backend triton"):
+            list_them(BenchOptions(cpu=False, typed=typed))
 
 
 @pytest.mark.parametrize(

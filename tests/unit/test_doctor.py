@@ -303,7 +303,7 @@ HOST_FAULTS = {
         System(get_limit=lambda which: 64 << 10 if which == resource.RLIMIT_MEMLOCK else -1),
         2,
         BAD,
-        "RDMA",
+        "limited to 64.0 KiB: RDMA",
     ),
     "locks": (System(check_lock=OSError(errno.ENOLCK, "No locks available")), 1, BAD, "No locks available"),
     "ports": (System(bind=OSError(errno.EADDRNOTAVAIL, "Cannot assign")), 1, BAD, "where ranks meet"),

@@ -215,6 +215,29 @@ class TestResume:
         with pytest.raises(OutputError, match="--page-size interleave was 4 and is 1"):
             folders.check_resumed(tmp_path, NOW)
 
+    @pytest.mark.parametrize(
+        ("changed", "words"),
+        [
+            ({"step_times": "/b.json"}, "--step-times was /a.json and is /b.json"),
+            ({"micro_batches": 4}, "--stages micro-batches was not given and is 4"),
+            ({"limit_seconds": 60.0}, "--timeout load was not given and is 60"),
+        ],
+    )
+    def test_settings_of_points_without_a_job_are_those_of_their_records(
+        self, changed: dict[str, object], words: str, tmp_path: Path
+    ) -> None:
+        """A replay of given step times needs no job."""
+        given = msgspec.structs.replace(SETTINGS, step_times="/a.json")
+        served = serve_record_builder.served(serve_record_builder.point(serve_record_builder.DCP))
+        record = msgspec.structs.replace(served, measured_with=msgspec.to_builtins(given))
+        assert folders.check_resumed(tmp_path, folders.list_settings([POINT], given, "cpu"), [record]) == ""
+        with pytest.raises(OutputError, match=f"{words}. Points of one run share"):
+            folders.check_resumed(
+                tmp_path,
+                folders.list_settings([POINT], msgspec.structs.replace(given, **changed), "cpu"),
+                [record],
+            )
+
     def test_resume_with_another_command_is_refused_with_the_command_to_type(self, tmp_path: Path) -> None:
         """Differing options of two commands would be a misleading error."""
         served = serve_record_builder.point(serve_record_builder.DCP)

@@ -266,6 +266,9 @@ def test_point_past_its_limit_is_hung_even_with_events(launched: Launched) -> No
     records = launched([B, A], busy, point_limit=90)
     assert str(records[1].reason).startswith("not done after 90 s (--timeout point), in stage 'measure'")
     assert records[1].outcome == "hung"
+    assert str(records[1].advice).startswith(
+        "It may only be slow: allow more time with --timeout point=180. Otherwise read logs/"
+    )
 
 
 def test_failed_point_is_retried_after_the_others(launched: Launched) -> None:

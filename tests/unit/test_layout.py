@@ -46,6 +46,7 @@ class TestDegrees:
             ({"tp": 8, "dcp": -1}, "--dcp -1 is not a positive number"),
             ({"tp": 1000000007, "dcp": 2}, "--tp 1000000007 is more than the 65,536 ranks that a layout can have"),
             ({"tp": 8, "dcp": 1000000007}, "--dcp 1000000007 is more than the 65,536 ranks"),
+            ({"tp": 8, "pp": 1000000007}, "--stages pp=1000000007 is more than the 65,536 ranks"),
             ({"tp": 8, "dp": 3}, "--dp 3 does not divide --tp 8; with --tp 8 these do: 1, 2, 4, 8."),
             ({"tp": 8, "dcp": 3}, "--dcp 3 does not divide --tp 8; these do: 1, 2, 4, 8."),
             ({"tp": 8, "dp": 4, "dcp": 4}, "--dcp 4 does not divide --tp 8 / --dp 4 = 2; these do: 1, 2."),

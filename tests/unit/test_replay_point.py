@@ -160,6 +160,15 @@ class TestRecord:
         assert record.serve.cancelled == 8
         assert record.serve.wall_s < 6
 
+    def test_requests_that_were_never_sent_cut_a_load_off(self, file, tmp_path) -> None:
+        """One request comes in 100 s, and the load ends after 150 s: the first is answered, and no request is in flight."""
+        record = run(
+            file, tmp_path, changed(arrival="gamma", request_rate=0.01), settings=Settings(limit_seconds=150.0)
+        )
+        assert record.serve.submitted < 60
+        assert record.serve.cancelled == 0
+        assert "cut_off" in record.warnings
+
     def test_points_of_one_engine_path_share_a_file(self) -> None:
         """The load does not matter; the name contains model and layout."""
         name = make_step_times_name(get_engine_path(POINT))

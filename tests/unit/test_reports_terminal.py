@@ -209,20 +209,21 @@ def test_columns_are_closer_together_in_a_narrower_terminal(width: int, spaces: 
 
 
 @pytest.mark.parametrize(
-    ("cancelled", "rejected", "notes"),
+    ("cancelled", "unsent", "rejected", "notes"),
     [
-        (0, 0, []),
-        (3, 0, ["not served: 3 requests cut off, 0 that can never fit"]),
-        (0, 2, ["not served: 0 requests cut off, 2 that can never fit"]),
-        (1200, 2, ["not served: 1,200 requests cut off, 2 that can never fit"]),
+        (0, 0, 0, []),
+        (3, 0, 0, ["not served: 3 requests cut off, 0 never sent, 0 that can never fit"]),
+        (0, 27, 0, ["not served: 0 requests cut off, 27 never sent, 0 that can never fit"]),
+        (1200, 0, 2, ["not served: 1,200 requests cut off, 0 never sent, 2 that can never fit"]),
     ],
 )
-def test_note_counts_cancelled_and_rejected_requests(
-    cancelled: int, rejected: int, notes: list[str], monkeypatch: pytest.MonkeyPatch
+def test_note_counts_requests_that_were_not_served(
+    cancelled: int, unsent: int, rejected: int, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(terminal_tables, "_format_bounds", lambda _: [])
     plain = {"shown": "", "label": "tp4", "arrival": "closed 8", "preemptions": 0, "slo": "", "load_arrival": "closed"}
-    points = pd.DataFrame([plain | {"cancelled": cancelled, "rejected": rejected}])
+    load = {"warnings": ["cut_off"] * bool(unsent), "load_requests": 30 + unsent, "submitted": 30}
+    points = pd.DataFrame([plain | load | {"cancelled": cancelled, "rejected": rejected}])
     assert terminal_tables._format_notes(points) == notes
 
 

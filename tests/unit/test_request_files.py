@@ -160,7 +160,7 @@ class TestOrder:
         ),
         (MOONCAKE.replace("3", "-3"), "'input_length' is -3"),
         (MOONCAKE.replace("5", "Infinity"), "'timestamp' is inf, not a time"),
-        (MOONCAKE[:-1] + ', "hash_ids": [1, 2]}', "2 'hash_ids' for 3 tokens, which are 1 blocks of 512"),
+        (MOONCAKE[:-1] + ', "hash_ids": [1, 2]}', "2 'hash_ids' for 3 tokens, which are 1 block of 512"),
         (MOONCAKE[:-1] + ', "hash_ids": [-1]}', "'hash_ids' is not a list of whole numbers"),
         (MOONCAKE[:-1] + ', "hash_ids": 1}', "'hash_ids' is not a list of whole numbers"),
         (f"{MOONCAKE}\n{OWN}", "line 2: no 'input_length'"),

@@ -603,6 +603,13 @@ class TestInstances:
         both = expand(**self.REPLAY | {"mode": "live,replay"}, disaggregate="1:1", transfer_gb_s=50)
         assert {c.point.load.mode: c.error is None for c in both if c.point.load} == {"live": False, "replay": True}
 
+    def test_file_states_instances_as_the_command_line_does(self, tmp_path: Path) -> None:
+        """YAML 1.1 would read 1:2 as 62, a number of base 60."""
+        path = tmp_path / "serve.yaml"
+        for text in ("1:2,gb-s=50", "{instances: 1:2, gb-s: 50}", "{instances: [1:2], gb-s: 50}"):
+            path.write_text(f"disaggregate: {text}\nmode: replay\n")
+            assert read_options(path, SERVE_PARSERS)["disaggregate"] == ("1:2",)
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -614,7 +621,6 @@ class TestInstances:
             ({"disaggregate": "0"}, "write 1 to 256"),
             ({"disaggregate": "200:57", "transfer_gb_s": 50}, "257 instances; write 1 to 256"),
             ({"disaggregate": "one"}, "not a ratio of instances; write P:D such as 1:2"),
-            ({"disaggregate": 62}, "write it in quotes, or 1P2D"),
             ({"disaggregate": "1:1", "transfer_gb_s": 0}, "not 0.001 to 1,000,000 GB/s"),
             ({"disaggregate": "1:1", "transfer_gb_s": float("inf")}, "not 0.001 to"),
             ({"disaggregate": "1:1", "transfer_gb_s": "fast"}, "not a number"),
@@ -714,8 +720,8 @@ class TestDrafts:
         ("changes", "message"),
         [
             (
-                {"mtp": 3},
-                "Add the probability that each draft is accepted if those before it were, as in --mtp 3,acceptance=",
+                {"mtp": 2},
+                "Add the probability that each draft is accepted if those before it were, as in --mtp 2,acceptance=0.8/0.6,",
             ),
             ({"mtp": 8, "acceptance": "1"}, "a step verifies 1 to 7 drafts (0: none); write for example --mtp 3"),
             ({"mtp": 2, "acceptance": "0.5"}, "state one for each draft, such as acceptance=0.8/0.6"),

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench.errors import UsageError
+from dcpbench.errors import LayoutError, UsageError
 from dcpbench.models import SHAPES
+from dcpbench.plan.validate import Machine, check_runnable
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.cluster_specs import load_machine
+from dcpbench.points.device_probe import Probe
+from dcpbench.points.memory import compute_page_bytes
 from dcpbench.points.pipeline import compute_hop_bytes, make_stages
 from dcpbench.points.settings import Settings
-from dcpbench.serving.replay import replay_from_file
+from dcpbench.serving.replay import _make_deployment, replay_from_file
 from dcpbench.serving.requests import ReplicaStep, Step
 from dcpbench.serving.stage_steps import StagedTimes, check_stages, make_measured_point
 from dcpbench.serving.step_model import ReplicaBatch
@@ -115,6 +118,17 @@ class TestStages:
         assert staged.bytes_per_token_per_gpu == plain.bytes_per_token_per_gpu * 31 / 61
         assert staged.capacity_tokens == plain.capacity_tokens
 
+    @pytest.mark.parametrize(
+        ("changes", "layers"), [({}, 3), ({"pp": 2}, 2), ({"pp": 3}, 1), ({"pp": 3, "mtp": 1, "acceptance": "0.5"}, 2)]
+    )
+    def test_transfer_is_that_of_the_stage_with_the_most_kv(self, changes: dict[str, object], layers: int) -> None:
+        """The last of three stages has the KV of its layer and of the MTP layer, in as many pages as the others."""
+        tiny = {"model": "tiny", "dtype": "fp32", "weights_dtype": "", "kv_dtype": "", "backend": "reference"}
+        point = msgspec.structs.replace(PLAIN, disaggregate="1:1", transfer_gb_s=50.0, **tiny | changes)
+        plan = plan_engine([point], Settings(), SHAPES["tiny"], Probe(device="cpu", count=0, name="CPU"))
+        page = compute_page_bytes(SHAPES["tiny"], point.page_size, 4)
+        assert _make_deployment(point, plan).link.page_bytes == plan.kv_bytes // plan.pages == layers * page // 3
+
     def test_last_stage_computes_the_drafts(self) -> None:
         """The draft layer, one of 62, uses the head again, so that the last stage takes longer than its 30 layers."""
         drafted = msgspec.structs.replace(POINT, mtp=1, acceptance="0.9")
@@ -183,6 +197,30 @@ class TestRefusals:
             UsageError, match="of another engine; name a file of dcpbench's engine, or leave --stages out"
         ):
             check_stages(times, msgspec.structs.replace(POINT, pp=2))
+
+    @pytest.mark.parametrize(
+        ("degrees", "message"),
+        [
+            (
+                {"dcp": 2, "pcp": 2},
+                "--exchange ag_rs instead of none; name a file of tp4, whose steps --mode replay measures with --dcp 1 and without --stages.",
+            ),
+            ({"dcp": 2, "pcp": 3}, "--dcp 2 with --stages pcp=3: DCP spans the PCP ranks"),
+            ({"pp": 4}, "use fewer, or replay steps that were measured with --emulate and a machine with +LINK"),
+        ],
+    )
+    def test_refused_stages_name_what_to_measure(self, degrees: dict[str, int], message: str, tmp_path: Path) -> None:
+        """The steps of tp4·dcp4 are given."""
+        times, file = step_times(path=get_engine_path(POINT)), tmp_path / "times.json"
+        write_step_times(file, times)
+        with pytest.raises((UsageError, LayoutError)) as caught:
+            check_runnable(
+                msgspec.structs.replace(POINT, **degrees),
+                Settings(step_times=str(file)),
+                SHAPES[POINT.model],
+                Machine(probe=times.make_probe()),
+            )
+        assert message in str(caught.value)
 
     def test_stages_on_several_hosts_need_a_link(self) -> None:
         with pytest.raises(UsageError, match="16 GPUs are more than the 8 of a host, and no link between hosts"):

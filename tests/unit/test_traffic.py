@@ -93,6 +93,18 @@ class TestStop:
         assert [(s.is_finished, len(s.token_s)) for s in flow.samples] == [(True, 1), (False, 1)]
         assert flow.samples[1].sequence is not None
         assert (flow.is_done, flow.count_due(9.0), flow.in_flight, flow.scheduler.unfinished) == (True, (0, 0), 0, [])
+        assert flow.cut_off
+
+    @pytest.mark.parametrize("later_s", [None, 9.0])
+    def test_load_is_cut_off_if_only_requests_to_be_sent_are_left(self, later_s: float | None) -> None:
+        """Stop when the first request is answered: the second one is due later, or there is none."""
+        flow = traffic(
+            [request(0, 4, 1, arrival_s=0.0), *([request(1, 4, 1, arrival_s=later_s)] if later_s else [])], None
+        )
+        flow.submit(0, 1, 0.0)
+        flow.record_tokens(flow.scheduler.plan_step(), 1.0)
+        flow.stop()
+        assert flow.cut_off == bool(later_s)
 
     def test_traffic_without_requests_raises_an_error_with_the_fix(self) -> None:
         with pytest.raises(UsageError, match="give --num-requests 1 or more"):

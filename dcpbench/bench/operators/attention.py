@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dcpbench.bench.cases import MAX_QUERY_LENGTH
 from dcpbench.bench.operators.calls import Calls, compute_relative_error, count_cold_sets, describe_error, reset_to_nan
 from dcpbench.errors import CapacityError
 from dcpbench.kernels.attention import AttentionSpec, Shards, compute_rounding_error, make_backend
@@ -51,13 +52,16 @@ def make_row_shards(shards: Shards, query_length: int) -> Shards:
 
 
 def make_lengths(case: Case, seed: int) -> list[int]:
-    """Return the rows of each request: all `context`, or spread evenly around it in random order, with the same sum."""
+    """Return the rows of each request: all `context`, or spread evenly around it in random order, with the same sum.
+
+    Every request has enough rows for any number of query rows.
+    """
     requests, context = int(case.sizes["requests"]), int(case.sizes["context"])
     if case.sizes["lengths"] == "even" or requests == 1:
         return [context] * requests
-    steps = np.linspace(-SPREAD, SPREAD, requests)
-    lengths = np.maximum(1, np.round(context * (1 + np.random.default_rng(seed).permutation(steps)))).astype(int)
-    return [int(n) for n in lengths]
+    spread = min(SPREAD, max(1 - MAX_QUERY_LENGTH / context, 0))
+    steps = np.linspace(-spread, spread, requests)
+    return [round(context * (1 + step)) for step in np.random.default_rng(seed).permutation(steps)]
 
 
 def make_shards(lengths: list[int], page: int, seed: int) -> Shards:
