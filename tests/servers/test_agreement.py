@@ -57,7 +57,7 @@ from dcpbench.servers.exact_tests import (
 from dcpbench.servers.server_comparison import Report, SettingResult, compare_running
 from tests.servers.fake_server import Model, Running, Script
 from tools.client_accuracy import run_test_server
-from tools.server_agreement import PAIRS, RIGHT, format_verdicts, run_verify, start_faulty_engine
+from tools.server_agreement import CORRECT_PAIRS, PAIRS, format_verdicts, run_verify, start_faulty_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -719,7 +719,9 @@ def test_planted_faults_are_found_without_false_positives(pair: str, engines: st
     contexts = "4096" if pair == "long prompts" else "512"
     found = run_verify(engines, PAIRS[pair], "--context", contexts, "--new-tokens", "16")
     right = {1: CONSISTENT, 2: AGREE}[len(PAIRS[pair])]
-    assert (found["verdict"], found["exit_code"]) == ((right, 0) if pair in RIGHT else (DIFFER, 1)), found["text"]
+    assert (found["verdict"], found["exit_code"]) == ((right, 0) if pair in CORRECT_PAIRS else (DIFFER, 1)), found[
+        "text"
+    ]
 
 
 def test_warm_prefix_cache_changes_no_verdict(engines: str) -> None:
@@ -731,7 +733,7 @@ def test_warm_prefix_cache_changes_no_verdict(engines: str) -> None:
 
 def test_fault_table_fails_on_a_wrong_verdict() -> None:
     """One AGREE for a fault, or one DIFFER for a correct pair, fails the table."""
-    lines = [{"pair": name, "verdict": "AGREE" if name in RIGHT else "DIFFER"} for name in PAIRS] * 50
+    lines = [{"pair": name, "verdict": "AGREE" if name in CORRECT_PAIRS else "DIFFER"} for name in PAIRS] * 50
     assert format_verdicts(lines)[1]
     assert format_verdicts([*lines, *[{"pair": "batch", "verdict": "UNDECIDED"}] * 2])[1]
     assert not format_verdicts([*lines, *[{"pair": "batch", "verdict": "UNDECIDED"}] * 3])[1]

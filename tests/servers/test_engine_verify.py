@@ -72,9 +72,9 @@ from dcpbench.servers.server_comparison import (
 from tests.servers.measured_pairs import judge_rows, read_rows, scale_sizes
 from tools.engine_faults import (
     CASES,
-    RIGHT,
-    RIGHT_FLIPS,
-    RIGHT_FP8,
+    CORRECT,
+    CORRECT_FLIPS,
+    CORRECT_FP8,
     format_table,
     run_case,
     run_verify,
@@ -91,7 +91,7 @@ QUICK_FLIPS = ("cache flips", "long flips")  # cases that `make test` runs of th
 FAULTS = [
     pytest.param(name, marks=[pytest.mark.long] if name.endswith("flips") and name not in QUICK_FLIPS else [])
     for name in CASES
-    if name not in (RIGHT, RIGHT_FP8, RIGHT_FLIPS)
+    if name not in (CORRECT, CORRECT_FP8, CORRECT_FLIPS)
 ]
 TENTH = Limits()
 
@@ -605,7 +605,7 @@ def test_planted_faults_are_found_with_their_smallest_condition(fault: str, tmp_
 
 @pytest.mark.parametrize("run", range(5))
 def test_correct_engines_with_noise_agree(run: int, tmp_path: Path) -> None:
-    line = run_case(RIGHT, tmp_path, "--seed", str(run), options="--context 1,17 --concurrency 1,2,8")
+    line = run_case(CORRECT, tmp_path, "--seed", str(run), options="--context 1,17 --concurrency 1,2,8")
     assert line["right"], line
 
 
@@ -614,19 +614,19 @@ def test_correct_engines_with_fp8_noise_mostly_agree_and_never_differ(tmp_path: 
     verdicts = []
     for run in range(5):
         (folder := tmp_path / str(run)).mkdir()
-        verdicts.append(run_case(RIGHT_FP8, folder, "--seed", str(run), options=options)["verdict"])
+        verdicts.append(run_case(CORRECT_FP8, folder, "--seed", str(run), options=options)["verdict"])
     assert "DIFFER" not in verdicts
     assert verdicts.count("AGREE") >= 3
 
 
 def test_correct_engines_with_vllm_noise_never_differ(tmp_path: Path) -> None:
     """One run in ten is UNDECIDED because the noise in batches is random."""
-    line = run_case(RIGHT_FLIPS, tmp_path, "--seed", "1")
+    line = run_case(CORRECT_FLIPS, tmp_path, "--seed", "1")
     assert line["right"], line
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("noise", [RIGHT, RIGHT_FP8, RIGHT_FLIPS])
+@pytest.mark.parametrize("noise", [CORRECT, CORRECT_FP8, CORRECT_FLIPS])
 @pytest.mark.parametrize("run", range(50))
 def test_50_runs_of_correct_engines_have_no_false_positive(run: int, noise: str, tmp_path: Path) -> None:
     line = run_case(noise, tmp_path, "--seed", str(1000 + run))

@@ -17,7 +17,7 @@ from dcpbench.records.model_sizes import ModelSizes, shorten_shape
 from dcpbench.records.record import EngineSettings, Environment, Phases, Record, Server
 from tests.unit import record_builder as build
 from tools.layout_from_parts import __main__ as command
-from tools.layout_from_parts.composition import IDLE, CheckedStep, Composition, compose, forecast, predict_parts
+from tools.layout_from_parts.composition import NO_KERNEL, CheckedStep, Composition, compose, forecast, predict_parts
 from tools.layout_from_parts.steps import Target, read_steps
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def test_step_of_tensor_parallelism_has_parts_of_its_rank_and_modelled_communica
         "projections": (90.0, "eighth"),
         "experts": (80.0, "eighth"),
         "sampling": (30.0, "whole"),
-        IDLE: (100.0, "eighth"),
+        NO_KERNEL: (100.0, "eighth"),
     }
     communication = sum(part.us for part in step.parts if part.source is None)
     assert step.us == pytest.approx(500 + communication)
@@ -185,7 +185,7 @@ def test_step_of_dcp_attends_with_all_heads_and_has_the_kernels_around_an_exchan
         "experts": (80.0, "eighth"),
         "sampling": (30.0, "whole"),
         "merge": (11.0, "measured"),  # at 32,000 tokens, the nearest context
-        IDLE: (100.0, "measured"),
+        NO_KERNEL: (100.0, "measured"),
     }
     assert step.us == pytest.approx(351 + sum(part.us for part in step.parts if part.source is None))
 
@@ -194,10 +194,10 @@ def test_check_uses_no_part_of_the_step_that_it_checks(tmp_path: Path) -> None:
     """tp2·dcp2 at 32,000 tokens was measured with a merge of 11 µs; the one at 16,000 tokens stands in for it."""
     step = compose_target(make_runs(tmp_path), tp=2, dcp=2)
     found = get_measured(step)
-    assert {name: found[name] for name in ("merge", "copies", IDLE)} == {
+    assert {name: found[name] for name in ("merge", "copies", NO_KERNEL)} == {
         "merge": (10.0, "measured"),
         "copies": (70.0, "measured"),
-        IDLE: (250.0, "measured"),
+        NO_KERNEL: (250.0, "measured"),
     }
     assert (found["projections"], found["attention"]) == ((400.0, "half"), (160.0, "whole"))
 

@@ -45,7 +45,7 @@ def test_skewed_step_is_forecast_shorter_as_it_reads_fewer_experts() -> None:
     assert (even.expected, skewed.expected) == (163, 78)
     assert (even.experts, skewed.experts) == pytest.approx((163.8, 76.8), rel=0.01)
     assert 0.5 < skewed.forecast_ms / even.forecast_ms < 0.8
-    assert even.ends[0] < even.forecast_ms < even.ends[1]
+    assert even.band_ms[0] < even.forecast_ms < even.band_ms[1]
 
 
 @pytest.mark.parametrize(("ms", "code"), [(None, 0), (500.0, 1)], ids=["inside", "outside"])
