@@ -30,7 +30,7 @@ from pathlib import Path
 from dcpbench.errors import DcpbenchError
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.repair import SEALED, audit_file
-from tests.unit.hostile_files import KINDS, damaged
+from tests.unit.hostile_files import KINDS, damage_text
 
 MAX_CPU_S = 2.0  # maximum CPU time in s for one file
 READER_TIMEOUT_S = 60  # time in s after which a reader is interrupted
@@ -94,7 +94,7 @@ def fuzz_kind(kind: str, seed: int, first: int, min_inputs: int, seconds: float)
         end = time.monotonic() + seconds
         while counts.inputs < min_inputs or time.monotonic() < end:
             number = first + counts.inputs
-            path.write_bytes(damaged(content, make_rng(seed, kind, number)))
+            path.write_bytes(damage_text(content, make_rng(seed, kind, number)))
             read_one(counts, number, path)
     counts.peak_bytes = max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     return counts
@@ -168,7 +168,7 @@ def repeat_input(name: str, seed: int) -> int:
     with tempfile.TemporaryDirectory(prefix="dcpbench-fuzz-") as folder:
         content = KINDS[kind].content(Path(folder))
         path = Path(folder) / KINDS[kind].name
-        path.write_bytes(damaged(content, make_rng(seed, kind, int(number))))
+        path.write_bytes(damage_text(content, make_rng(seed, kind, int(number))))
         try:
             print(f"read: {KINDS[kind].read(path)!r}"[:2000])
         except DcpbenchError as e:

@@ -30,7 +30,7 @@ from pathlib import Path
 from dcpbench.records.file import read_records
 from dcpbench.records.folder import JOB_FILES, RECORDS_FILE
 from tests.cli import dcpbench_fake, fake_worker
-from tests.cli.job_processes import ACCOUNT, AGENT, MARK, RANK, of_role, processes, still
+from tests.cli.job_processes import ACCOUNT, AGENT, MARK_VARIABLE, RANK, find_alive, find_by_role, find_processes
 
 FIRST_CONTEXT = {False: 16, True: 301}  # context of the first point, for real ranks and for quick ones
 COMMAND = "command"
@@ -170,7 +170,7 @@ class Sweep:
                 [*self.kills.command, "-o", str(self.folder), "--resume"],
                 stdout=out,
                 stderr=out,
-                env=self.kills.env | {MARK: str(self.folder)},
+                env=self.kills.env | {MARK_VARIABLE: str(self.folder)},
                 start_new_session=True,
             )
         while run.poll() is None:
@@ -180,7 +180,7 @@ class Sweep:
                 killed = self._kill(run, number)
                 if COMMAND in killed:
                     return False
-        self._check_gone(set(processes(str(self.folder))), time.monotonic(), "a command that was not killed")
+        self._check_gone(set(find_processes(str(self.folder))), time.monotonic(), "a command that was not killed")
         if run.returncode not in ALLOWED_CODES:
             tail = log.read_text(errors="replace")[-1500:]
             kind = "refused" if run.returncode == REFUSED_CODE else "other"
@@ -208,11 +208,11 @@ class Sweep:
 
     def _kill(self, run: subprocess.Popen[bytes], number: int) -> tuple[str, ...]:
         mark, choice = str(self.folder), self.rng.choice(TARGETS)
-        by_role = {COMMAND: [run.pid]} | {role: of_role(mark, role) for role in (AGENT, RANK, ACCOUNT)}
+        by_role = {COMMAND: [run.pid]} | {role: find_by_role(mark, role) for role in (AGENT, RANK, ACCOUNT)}
         targets = tuple(t for t in choice if by_role[t]) or (COMMAND,)
         pids = {t: self.rng.choice(by_role[t]) for t in targets}
         number_sent = {t: self.rng.choice(SIGNALS) for t in targets}
-        below = set(processes(mark)) - {run.pid}
+        below = set(find_processes(mark)) - {run.pid}
         before = self._count_reactions()
         ranks = set(by_role[RANK])
         since = time.monotonic()
@@ -226,7 +226,7 @@ class Sweep:
         noticed = None
         if COMMAND in targets:
             self._wait_for_command(run, text)
-            took = self._check_gone(below | set(processes(mark)), time.monotonic(), text)
+            took = self._check_gone(below | set(find_processes(mark)), time.monotonic(), text)
         else:
             self._wait_for_signalled(pids, text)
             took = self._check_gone(ranks, time.monotonic(), text) if AGENT in targets else 0.0
@@ -255,7 +255,7 @@ class Sweep:
         """Wait until all signalled processes have ended."""
         end = time.monotonic() + MAX_END_S
         left = set(pids.values())
-        while still(str(self.folder), left):
+        while find_alive(str(self.folder), left):
             if time.monotonic() > end:
                 self.kills.count_violation("other", f"{text}: still alive after {MAX_END_S:g} s")
                 return
@@ -266,8 +266,8 @@ class Sweep:
         took = self._wait_until_gone(pids, since, MAX_NOTICE_S)
         self.kills.count.longest_s = max(self.kills.count.longest_s, took)
         mark = str(self.folder)
-        if left := still(mark, pids):
-            found = {p: w for p, w in processes(mark).items() if p in left}
+        if left := find_alive(mark, pids):
+            found = {p: w for p, w in find_processes(mark).items() if p in left}
             self.kills.count_violation("alive", f"{text}: {found} after {MAX_NOTICE_S:g} s", len(left))
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
@@ -292,7 +292,7 @@ class Sweep:
     def _wait_until_gone(self, pids: set[int], since: float, limit_s: float) -> float:
         """Return the seconds until all processes have ended, at most the limit."""
         mark = str(self.folder)
-        while still(mark, pids) and time.monotonic() - since < limit_s:
+        while find_alive(mark, pids) and time.monotonic() - since < limit_s:
             time.sleep(0.02)
         return time.monotonic() - since
 

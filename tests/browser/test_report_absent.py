@@ -36,8 +36,10 @@ def vllm(concurrency: int, kept: Sequence[str], *, percentiles: bool) -> dict[st
     """Return the result file of `vllm bench serve --percentile-metrics KEPT` without details: eight requests, all
     finished.
     """
-    plain = files.without_details(
-        files.vllm(max_concurrency=concurrency, num_prompts=8, completed=8, mean_e2el_ms=550.0, median_e2el_ms=550.0)
+    plain = files.remove_details(
+        files.make_vllm_result(
+            max_concurrency=concurrency, num_prompts=8, completed=8, mean_e2el_ms=550.0, median_e2el_ms=550.0
+        )
     )
     named = {n: v for n, v in plain.items() if n.endswith("_ms")}
     statistics = ("mean", "median", "p99") if percentiles else ("mean", "median")
@@ -48,9 +50,9 @@ def vllm(concurrency: int, kept: Sequence[str], *, percentiles: bool) -> dict[st
 def import_results(folder: Path, kept: Sequence[str], *, percentiles: bool) -> Path:
     """Import two such results, with 8 and 32 clients of one layout, and return the path of their page."""
     folder.mkdir(parents=True)
-    file = files.file(folder, *(vllm(n, kept, percentiles=percentiles) for n in (8, 32)))
+    file = files.write_file(folder, *(vllm(n, kept, percentiles=percentiles) for n in (8, 32)))
     import_files([file], "vllm", folder / "run", Overrides(tp=8))
-    return pages.page_of(folder, folder / "run")
+    return pages.write_run_page(folder, folder / "run")
 
 
 def wait_for_charts(page: Page) -> None:
@@ -109,7 +111,7 @@ class TestBrokenCharts:
             monkeypatch.setattr(
                 render, "read_own_asset", lambda name: read_asset(name) + (more if name == "charts.js" else "")
             )
-            return pages.page(tmp_path, pages.served())
+            return pages.write_page(tmp_path, pages.make_served_records())
 
         return make
 

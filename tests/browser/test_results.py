@@ -58,7 +58,7 @@ def load_report(line: str, folder: str) -> dataframes.Frames:
 
 
 def load_cpu_run(tmp_path: Path) -> dataframes.Frames:
-    return dataframes.load_frames([record_builder.write(tmp_path / "run", record_builder.cpu_sweep())])
+    return dataframes.load_frames([record_builder.write_records(tmp_path / "run", record_builder.make_cpu_sweep())])
 
 
 def load_vllm_results(tmp_path: Path) -> dataframes.Frames:
@@ -71,9 +71,12 @@ def load_vllm_results(tmp_path: Path) -> dataframes.Frames:
 def load_sglang_results(tmp_path: Path) -> dataframes.Frames:
     """Load results of two data sets that are appended to one file."""
     chat = {"dataset_name": "sharegpt", "total_input_tokens": 67_500, "total_output_tokens": 57_300}
-    lines = [*map(engine_files_builder.sglang_of_2024, (1, 2, 4)), engine_files_builder.sglang_of_2024(4, **chat)]
+    lines = [
+        *map(engine_files_builder.make_sglang_2024_result, (1, 2, 4)),
+        engine_files_builder.make_sglang_2024_result(4, **chat),
+    ]
     import_files(
-        [engine_files_builder.file(tmp_path, *lines)], "sglang", tmp_path / "run", Overrides(model="llama", tp=2)
+        [engine_files_builder.write_file(tmp_path, *lines)], "sglang", tmp_path / "run", Overrides(model="llama", tp=2)
     )
     return dataframes.load_frames([tmp_path / "run"])
 
@@ -82,7 +85,7 @@ def load_vllm_sweep(tmp_path: Path) -> dataframes.Frames:
     """Load a sweep of four servers at two rates with three runs each."""
     for share, seqs, rate in itertools.product((0.9, 0.95), (128, 256), (8, 16)):
         server = {"gpu_memory_utilization": share, "max_num_seqs": seqs}
-        engine_files_builder.sweep(tmp_path / "sweep", server, {"request_rate": rate}, runs=3)
+        engine_files_builder.write_sweep(tmp_path / "sweep", server, {"request_rate": rate}, runs=3)
     import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(tp=8))
     return dataframes.load_frames([tmp_path / "run"])
 

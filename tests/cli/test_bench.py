@@ -279,7 +279,7 @@ class Forked(ranks.Ranks):
         ]
 
     def __enter__(self) -> Self:
-        codes = forks.run(*self._programs)
+        codes = forks.run_programs(*self._programs)
         assert not any(codes), self.read_last_lines()
         return self
 

@@ -58,7 +58,7 @@ def unread(folder: Path, args: list[str], *, stderr: bool = False) -> subprocess
 @pytest.mark.parametrize(("redirected", "code"), [(">&-", 0), (">/dev/full", 3)])
 @pytest.mark.parametrize("command", ["show RUN", "show RUN --json", "top RUN --once"])
 def test_unwritable_output_causes_no_traceback(tmp_path: Path, command: str, redirected: str, code: int) -> None:
-    build.write(tmp_path / "RUN", [build.ok(build.point())])
+    build.write_records(tmp_path / "RUN", [build.make_ok_record(build.make_point())])
     done = shell(tmp_path, f"dcpbench {command} {redirected}")
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
@@ -70,8 +70,8 @@ def test_unwritable_output_causes_no_traceback(tmp_path: Path, command: str, red
 )
 def test_closed_pipe_exits_with_141_instead_of_a_verdict(tmp_path: Path, command: str) -> None:
     """`head` may close the pipe before the first line; exit code 1 would mean that B is slower."""
-    build.write(tmp_path / "RUN", [build.ok(build.point())])
-    build.write(tmp_path / "WORSE", [build.ok(build.point(), median_ms=100.0)])
+    build.write_records(tmp_path / "RUN", [build.make_ok_record(build.make_point())])
+    build.write_records(tmp_path / "WORSE", [build.make_ok_record(build.make_point(), median_ms=100.0)])
     done = unread(tmp_path, command.split())
     assert done.returncode == 141
     assert done.stderr == b""
@@ -123,7 +123,7 @@ for number, line in enumerate(sys.argv[1:]):
 def outputs(folder: Path, lines: Sequence[str], env: dict[str, str]) -> dict[str, tuple[int, str, str]]:
     """Return (exit code, stdout, stderr) of each of these commands by its line."""
     folder.mkdir()
-    build.write(folder / "RUN", [build.ok(build.point())])
+    build.write_records(folder / "RUN", [build.make_ok_record(build.make_point())])
     subprocess.run([sys.executable, "-c", ALL, *lines], cwd=folder, env=os.environ | env, check=True, timeout=200)
 
     def read(name: str, number: int) -> str:

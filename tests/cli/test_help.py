@@ -20,7 +20,7 @@ from dcpbench.plan.serve_spec import SERVE_PARSERS
 from dcpbench.plan.server_spec import SERVER_PARSERS
 from dcpbench.plan.spec import PARSERS, list_file_names
 from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS
-from tests.cli.helped import help_of
+from tests.cli.helped import get_help
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -305,7 +305,7 @@ def test_every_option_in_the_help_can_be_parsed(name: str) -> None:
 
     command = typer.main.get_command(cli.app).commands[name]
     arguments = {"report": ["run"], "show": ["run"], "compare": ["run", "other"]}.get(name, [])
-    words = re.sub(r"\[.*?\]|`.*?`", " ", help_of(name)).partition(" Options ")[2]
+    words = re.sub(r"\[.*?\]|`.*?`", " ", get_help(name)).partition(" Options ")[2]
     printed = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", words)) - {"-h", "--help"}
     for option in command.params:
         if option.param_type_name == "argument":
@@ -383,24 +383,24 @@ def test_every_key_of_a_config_file_is_an_option_of_sweep() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_every_command_has_an_example(command: str) -> None:
-    assert f"dcpbench {command}" in help_of(command).partition("Usage:")[2].partition("dcpbench")[2]
+    assert f"dcpbench {command}" in get_help(command).partition("Usage:")[2].partition("dcpbench")[2]
 
 
 def test_help_states_groups_units_and_defaults() -> None:
-    text = help_of("sweep")
+    text = get_help("sweep")
     for words in ("Layouts (comma lists)", "100GiB or 40GB", "Default: 8,32,48 on GPUs; 2,8 on the CPU.", "SECONDS"):
         assert words in text
 
 
 def test_help_of_serve_and_server_states_default_lengths() -> None:
     """Both commands have the same defaults for GPUs; serve has other ones for the CPU."""
-    assert f"Default: {ANSWERS} on GPUs; {CPU_ANSWERS} on the CPU." in help_of("serve")
-    assert f"Default: {recommend.ANSWERS}." in help_of("recommend")
+    assert f"Default: {ANSWERS} on GPUs; {CPU_ANSWERS} on the CPU." in get_help("serve")
+    assert f"Default: {recommend.ANSWERS}." in get_help("recommend")
 
 
 def test_help_names_the_options_of_vllm_and_sglang() -> None:
     """Users of either engine learn what --tp counts and which option limits a step."""
-    text = help_of("serve")
+    text = get_help("serve")
     for words in (
         "SGLang's --tp-size",
         "--data-parallel-size × --tensor-parallel-size",
@@ -420,7 +420,7 @@ def test_help_names_the_options_of_vllm_and_sglang() -> None:
 def test_help_of_gpu_option_names_every_known_gpu() -> None:
     from dcpbench.points.gpus import GPUS
 
-    text = help_of("sweep")
+    text = get_help("sweep")
     assert [gpu.name for gpu in GPUS if not re.search(rf"\b{gpu.name}\b", text)] == []
 
 
@@ -465,14 +465,14 @@ def test_paragraphs_use_the_full_width(command: list[str], monkeypatch, capsys) 
 def test_only_help_of_dry_run_promises_the_waiting_line() -> None:
     """torch.profiler records only the first line of a function."""
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert "dry-run reports the exact line." in help_of("syncs")
+    assert "dry-run reports the exact line." in get_help("syncs")
     assert "`dcpbench syncs dry-run -- python serve.py` prints lines that would wait" in readme
     for command in ("scan", "run", "serve"):
-        assert not re.search(r"(which|the) lines? that wait", help_of("syncs", command))
+        assert not re.search(r"(which|the) lines? that wait", get_help("syncs", command))
 
 
 def test_help_of_scan_explains_sites_without_a_waiting_call() -> None:
-    text = help_of("syncs", "scan")
+    text = get_help("syncs", "scan")
     assert '"0 of 1 waited" means that there was nothing to wait for this time.' in text
     assert "did wait" not in text
 

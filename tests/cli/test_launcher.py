@@ -22,7 +22,7 @@ from dcpbench.records.file import read_records
 from dcpbench.records.record import format_reason
 from dcpbench.records.runs import read_last_records
 from tests import as_fork
-from tests.cli.waiting import until
+from tests.cli.waiting import wait_until
 from tests.unit.test_launch import find_free_port
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ HERE = str(Path(__file__).parent)
 @pytest.fixture(autouse=True)
 def _find_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{Path(launcher.__file__).parents[2]}")
-    as_fork.agents(monkeypatch.setattr)
+    as_fork.replace_agents(monkeypatch.setattr)
 
 
 def point(tp: int, context: int) -> Point:
@@ -79,7 +79,7 @@ def test_failed_hung_and_killed_points_are_recorded_and_others_are_measured(
     points = [point(2, context) for context in (100, 13, 66, 99, 101)]
     clock = Clock()
     monkeypatch.setattr(launcher, "time", clock)
-    patched_time = SimpleNamespace(sleep=lambda _: until(lambda: all("<module>" in text for text in stacks())))
+    patched_time = SimpleNamespace(sleep=lambda _: wait_until(lambda: all("<module>" in text for text in stacks())))
     monkeypatch.setattr(ranks, "time", patched_time)
 
     def stacks() -> list[str]:
@@ -88,7 +88,7 @@ def test_failed_hung_and_killed_points_are_recorded_and_others_are_measured(
     def watch(event: Progress) -> None:
         seen.append(event)
         if (event.stage, event.key) == ("measure", points[2].get_key()):
-            until(lambda: len(list(tmp_path.glob("hangs-*"))) == 2)
+            wait_until(lambda: len(list(tmp_path.glob("hangs-*"))) == 2)
         clock.fast = (event.stage, event.key) == ("measure", points[2].get_key())
 
     launcher.run_points(points, work(tmp_path), RendezvousOptions(), watch)
@@ -130,7 +130,7 @@ def test_point_that_is_added_to_a_job_and_hangs_is_recorded(tmp_path: Path, monk
     def watch(event: Progress) -> None:
         hangs = (event.stage, event.key) == ("measure", added.get_key())
         if hangs:
-            until(lambda: len(list(tmp_path.glob("hangs-*"))) == 2)
+            wait_until(lambda: len(list(tmp_path.glob("hangs-*"))) == 2)
         clock.fast = hangs
 
     options = work(tmp_path, choose_points=lambda _: chosen.pop())

@@ -25,7 +25,17 @@ from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
 from dcpbench.records.folder import LOCK_FILE
 from tests import as_fork
-from tests.cli.job_processes import ACCOUNT, AGENT, MARK, RANK, listening, of_role, opened, processes, wait_until
+from tests.cli.job_processes import (
+    ACCOUNT,
+    AGENT,
+    MARK_VARIABLE,
+    RANK,
+    find_by_role,
+    find_processes,
+    list_listening_addresses,
+    list_open_files,
+    wait_until,
+)
 from tests.cli.test_launcher import outcomes, point, work
 from tests.cli.waiting import POLL_INTERVAL_S
 
@@ -42,10 +52,10 @@ BENCH = (
 @pytest.fixture
 def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return a word that marks all processes of a test; those that are left are killed."""
-    monkeypatch.setenv(MARK, str(tmp_path))
+    monkeypatch.setenv(MARK_VARIABLE, str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{ROOT}")
     yield str(tmp_path)
-    for pid in processes(str(tmp_path)):
+    for pid in find_processes(str(tmp_path)):
         os.kill(pid, signal.SIGKILL)
 
 
@@ -53,7 +63,7 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def forked_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run agents as forks in tests that check records of a job, not its processes."""
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{ROOT}")
-    as_fork.agents(monkeypatch.setattr)
+    as_fork.replace_agents(monkeypatch.setattr)
 
 
 def job(folder: Path) -> Job:
@@ -68,14 +78,14 @@ class TestKilled:
         command = [sys.executable, str(HERE / "dcpbench_fake.py"), *SWEEP]
         run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         wait_until((tmp_path / "run" / "records.jsonl").exists, "the first point")
-        wait_until(lambda: len(of_role(mark, RANK)) == 2, "both ranks")
+        wait_until(lambda: len(find_by_role(mark, RANK)) == 2, "both ranks")
         if with_agent:
             run.send_signal(signal.SIGSTOP)  # the command must not notice the death of its agent
-            for pid in of_role(mark, AGENT):
+            for pid in find_by_role(mark, AGENT):
                 os.kill(pid, signal.SIGKILL)
         run.kill()
         run.wait()
-        wait_until(lambda: not processes(mark), "no process is left")
+        wait_until(lambda: not find_processes(mark), "no process is left")
         with folders.lock_folder(tmp_path / "run"):
             assert [r.outcome for r in read_records(tmp_path / "run")] == ["ok"]
 
@@ -97,10 +107,10 @@ class TestKilled:
     def test_ranks_that_are_still_importing_are_killed_with_their_agent(self, mark: str, tmp_path: Path) -> None:
         """The ranks have reported no event yet, and their import takes ten minutes."""
         with Running(job(tmp_path), RendezvousOptions(), "importing_worker"):
-            wait_until(lambda: len(of_role(mark, RANK)) == 2, "both ranks")
-            (agent,) = of_role(mark, AGENT)
+            wait_until(lambda: len(find_by_role(mark, RANK)) == 2, "both ranks")
+            (agent,) = find_by_role(mark, AGENT)
             os.kill(agent, signal.SIGKILL)
-            wait_until(lambda: set(processes(mark)) <= {agent}, "no rank is left")
+            wait_until(lambda: set(find_processes(mark)) <= {agent}, "no rank is left")
 
     @pytest.mark.long
     def test_ranks_of_a_bench_are_killed_with_their_command(self, mark: str, tmp_path: Path) -> None:
@@ -109,17 +119,17 @@ class TestKilled:
         bench = subprocess.Popen(
             command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
-        wait_until(lambda: any("fake_bench_worker" in words for words in processes(mark).values()), "a rank")
+        wait_until(lambda: any("fake_bench_worker" in words for words in find_processes(mark).values()), "a rank")
         bench.kill()
         bench.wait()
-        wait_until(lambda: not processes(mark), "no process is left")
+        wait_until(lambda: not find_processes(mark), "no process is left")
 
     def test_agent_killed_between_two_points_fails_neither_point(self, mark: str, tmp_path: Path) -> None:
         """Point 300 is recorded, and 101 has not started, so it runs in another job."""
 
         def watch(event: Progress) -> None:
             if event.stage == "done" and event.key == point(2, 300).get_key():
-                os.kill(of_role(mark, AGENT)[0], signal.SIGKILL)
+                os.kill(find_by_role(mark, AGENT)[0], signal.SIGKILL)
 
         launcher.run_points([point(2, 300), point(2, 101)], work(tmp_path), RendezvousOptions(), watch)
         assert outcomes(read_records(tmp_path)) == [(2, 300, "ok"), (2, 101, "ok")]
@@ -127,19 +137,19 @@ class TestKilled:
     def test_agent_killed_during_a_point_is_named_in_the_reason(self, mark: str, tmp_path: Path) -> None:
         def watch(event: Progress) -> None:
             if event.stage == "measure":
-                os.kill(of_role(mark, AGENT)[0], signal.SIGKILL)
+                os.kill(find_by_role(mark, AGENT)[0], signal.SIGKILL)
 
         launcher.run_points([point(2, 66)], work(tmp_path), RendezvousOptions(), watch)
         (record,) = read_records(tmp_path)
         assert record.reason == "torchrun itself was ended by signal 9 (SIGKILL), and its ranks with it"
-        assert not processes(mark)
+        assert not find_processes(mark)
 
     def test_rank_killed_together_with_its_supervisor_is_named(self, mark: str, tmp_path: Path) -> None:
         """No file states how the rank ended, but torchrun's log does."""
 
         def watch(event: Progress) -> None:
             if event.stage == "measure":
-                os.kill(of_role(mark, ACCOUNT)[0], signal.SIGKILL)
+                os.kill(find_by_role(mark, ACCOUNT)[0], signal.SIGKILL)
 
         launcher.run_points([point(2, 66)], work(tmp_path), RendezvousOptions(), watch)
         (record,) = read_records(tmp_path)
@@ -153,7 +163,7 @@ class TestKilled:
         def watch(event: Progress) -> None:
             seen.append(event.stage)
             if event.stage == "measure":
-                os.kill(of_role(mark, AGENT)[0], signal.SIGSTOP)
+                os.kill(find_by_role(mark, AGENT)[0], signal.SIGSTOP)
 
         launcher.run_points([point(2, 100)], work(tmp_path, timeout=300), RendezvousOptions(), watch)
         assert "stopped" in seen
@@ -167,12 +177,12 @@ class TestLock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with Running(job(tmp_path), RendezvousOptions(), "fake_worker", lock):
             os.close(lock)
-            wait_until(lambda: len(of_role(mark, RANK)) == 2, "both ranks")
-            (agent,), ranks = of_role(mark, AGENT), of_role(mark, RANK)
+            wait_until(lambda: len(find_by_role(mark, RANK)) == 2, "both ranks")
+            (agent,), ranks = find_by_role(mark, AGENT), find_by_role(mark, RANK)
             pids = [int(word) for word in (tmp_path / LOCK_FILE).read_text().split()]
             assert (pids[0], sorted(pids[1:])) == (agent, ranks)
             for pid in (agent, *ranks):
-                assert str(tmp_path / LOCK_FILE) in opened(pid)
+                assert str(tmp_path / LOCK_FILE) in list_open_files(pid)
             with pytest.raises(OutputError, match=rf"still writing here; .* end it \(pid {agent}\)"):
                 folders.lock_folder(tmp_path).__enter__()
         with folders.lock_folder(tmp_path):
@@ -225,7 +235,7 @@ class TestListening:
         seen: dict[str, set[str]] = {}
 
         def watch(event: Progress) -> None:
-            seen.setdefault(event.stage, set()).update(listening(mark))
+            seen.setdefault(event.stage, set()).update(list_listening_addresses(mark))
 
         points = [point(2, 16), msgspec.structs.replace(point(2, 16), dcp=2, exchange="ag_rs")]
         settings = Settings(seconds=0.2, profile=False)
@@ -246,7 +256,7 @@ class TestListening:
         )
         seen: set[str] = set()
         while bench.poll() is None:
-            seen |= listening(mark)
+            seen |= list_listening_addresses(mark)
             time.sleep(POLL_INTERVAL_S)
         assert bench.returncode == 0
         assert seen == {"0100007F"}
@@ -297,7 +307,7 @@ class TestFolder:
                 watch,
             )
         assert not folder.exists()
-        assert not processes(mark)
+        assert not find_processes(mark)
 
     @pytest.mark.usefixtures("mark")
     def test_full_disk_raises_an_error_and_keeps_earlier_records(self, tmp_path: Path) -> None:

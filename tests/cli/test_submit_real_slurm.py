@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dcpbench.records.file import read_records
-from tests.cli.two_nodes import PACKAGES, TwoNodes, missing
+from tests.cli.two_nodes import PACKAGES, TwoNodes, list_missing_programs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,8 +26,8 @@ SWEEP = ("sweep", "--tp", "2", "--dcp", "1", "--model", "tiny", "--device", "cpu
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(
-        bool(missing()) and not os.environ.get("CI"),
-        reason=f"there is no {', '.join(missing())} here; on Debian: apt-get install {PACKAGES}",
+        bool(list_missing_programs()) and not os.environ.get("CI"),
+        reason=f"there is no {', '.join(list_missing_programs())} here; on Debian: apt-get install {PACKAGES}",
     ),
 ]
 

@@ -51,7 +51,7 @@ def script(folder: Path, text: str, name: str = "script.py") -> str:
 
 
 def record(
-    tmp_path: Path, *command: str, start: Callable[..., int] = forks.start, **options: object
+    tmp_path: Path, *command: str, start: Callable[..., int] = forks.run_command, **options: object
 ) -> tuple[int, dict[str, dict], list[Note]]:
     """Return (exit code, traces by file name, notes) of a program."""
     folder = tmp_path / "traces"
@@ -371,7 +371,7 @@ class TestWhole:
     @pytest.fixture
     def forked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Start the program without a delay."""
-        monkeypatch.setattr(runs, "run_process", forks.start)
+        monkeypatch.setattr(runs, "run_process", forks.run_command)
 
     @pytest.fixture
     def replayed(self, three: tuple[Path, int, list[Note]]) -> str:

@@ -31,7 +31,7 @@ ENV = {name: value for name, value in os.environ.items() if name not in {"COLUMN
 }
 """Without a size: processes of pytest-xdist have one, and it would stand for that of the terminal."""
 COMMAND = [sys.executable, str(HERE / "dcpbench_fake.py")]
-POINTS = [build.point(context) for context in (100, 200)]
+POINTS = [build.make_point(context) for context in (100, 200)]
 ENTER, LEAVE, HIDE_CURSOR, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25l", "\x1b[?25h"
 RUNNING = "2 × 200 tokens"
 
@@ -40,7 +40,7 @@ RUNNING = "2 × 200 tokens"
 def running(tmp_path: Path) -> Path:
     """Create a run with one measured and one unfinished point; the live process in its lock is this test's."""
     folder = tmp_path / "run"
-    job = build.job(folder, POINTS, device="cpu")
+    job = build.write_job(folder, POINTS, device="cpu")
     build.add_finished_point(job, folder, POINTS[0], 0, 10)
     build.add_event(job, 10, "measure", POINTS[1], "3/9 requests")
     (folder / ".lock").write_text(str(os.getpid()))
@@ -249,7 +249,7 @@ def test_top_waits_for_the_run_to_start(tmp_path: Path, *, there: bool) -> None:
         assert ("holds no run" if there else "has not begun") in line
         assert "Waiting for it to begin; Ctrl-C ends this." in line
         (tmp_path / "made").mkdir()
-        job = build.job(tmp_path / "made", POINTS, device="cpu")
+        job = build.write_job(tmp_path / "made", POINTS, device="cpu")
         for number, point in enumerate(POINTS):
             build.add_finished_point(job, tmp_path / "made", point, 10 * number, 10 * number + 10)
         if there:

@@ -10,8 +10,8 @@ from tests import forks
 ROOT = Path(__file__).parents[2]
 
 
-def forked(module: str, *arguments: str, log: Path) -> None:
+def run_forked(module: str, *arguments: str, log: Path) -> None:
     """Run `python -m MODULE ARGUMENTS…` on the CPU, which must succeed; its output is in the file `log`."""
     env = {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    (code,) = forks.run(forks.Program(["-m", module, *arguments], os.environ | env, str(log)))
+    (code,) = forks.run_programs(forks.Program(["-m", module, *arguments], os.environ | env, str(log)))
     assert code == 0, log.read_text()

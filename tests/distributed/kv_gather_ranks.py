@@ -29,7 +29,7 @@ SIZES = (  # requests, tokens and buffer: 7 tokens of 3 requests leave some rank
 )
 
 
-def cases(world: int) -> list[Case]:
+def list_cases(world: int) -> list[Case]:
     """Return every size with both variants."""
     return [
         Case(
@@ -51,14 +51,14 @@ def main(rank: int, world: int, folder: Path) -> None:
     )
     workload = KvGather(torch.device("cpu"), 0)
     found = {}
-    for case in cases(world):
+    for case in list_cases(world):
         calls = workload.build_calls(case)
         found[case.name()] = {
             "differences": [calls.check(run) for run in (calls.run, calls.run_captured, calls.run_captured)],
             "received_bytes": calls.work.received_bytes,
             "comm_bytes": calls.work.comm_bytes,
         }
-    calls = workload.build_calls(cases(world)[0])
+    calls = workload.build_calls(list_cases(world)[0])
     found["a call is missing"] = calls.check(calls.calls[0])
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()

@@ -32,7 +32,7 @@ from dcpbench.points.speculation import Speculation
 from dcpbench.serving.allocator import PADDING_PAGE
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
-from tests.unit.engine_builder import CPU, TINY, layers
+from tests.unit.engine_builder import CPU, TINY, make_layers
 from tests.unit.engine_drafts import accept_drafts, append_drafts
 
 if TYPE_CHECKING:
@@ -115,7 +115,13 @@ def make_engine(case: Case, rank: int, *, context: int = 0, requests: int = len(
     shape, layout = SHAPES[case.kind].add_drafts(case.drafts), case.layout
     context = context or max(CONTEXTS) + 2 * (NEW + case.drafts)
     weights = load_weights(
-        SyntheticSource(0, torch.float32, CPU), shape, layout, rank, layers(shape), replicated=case.replicated, ep="1"
+        SyntheticSource(0, torch.float32, CPU),
+        shape,
+        layout,
+        rank,
+        make_layers(shape),
+        replicated=case.replicated,
+        ep="1",
     )
     pages = 1 + requests * -(-context // (case.page_size * layout.dcp))
     stored = torch.float8_e4m3fn if case.fp8 else torch.float32
@@ -172,10 +178,10 @@ def poison(engine: DecodeEngine, requests: list[Request]) -> None:
     """Fill every KV row with NaN except those of tokens of requests and of the padding page, rolled back rows
     included.
     """
-    poison_but(engine, [(request.allocation, request.length) for request in requests])
+    poison_except(engine, [(request.allocation, request.length) for request in requests])
 
 
-def poison_but(engine: DecodeEngine, stored: list[tuple[Allocation, int]]) -> None:
+def poison_except(engine: DecodeEngine, stored: list[tuple[Allocation, int]]) -> None:
     """Fill every KV row with NaN except those of the first tokens of these allocations and of the padding page."""
     shard = engine.model.shard
     owned = {PADDING_PAGE * shard.page_size + i for i in range(shard.page_size)}
@@ -304,7 +310,7 @@ def serve_drafts(case: Case, rank: int) -> dict[str, list[int]]:
                 found[f"{sequence.request.number}/{at}"] = drafts
         launched.wait_tokens()
         stored = [s for s in scheduler.replicas[serving.replica].running if s.allocation is not None]
-        poison_but(engine, [(s.allocation, s.computed) for s in stored])  # type: ignore[misc]
+        poison_except(engine, [(s.allocation, s.computed) for s in stored])  # type: ignore[misc]
     raise AssertionError("requests are not finished")
 
 

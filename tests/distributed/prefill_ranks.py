@@ -28,7 +28,7 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.workloads.session import build_session
 from tests.unit.engine_builder import CPU
-from tests.unit.prefill_builder import Prompt, prompt_tokens, step
+from tests.unit.prefill_builder import Prompt, make_prompt_tokens, run_step
 
 LENGTH = 40
 CONTEXT = 96
@@ -116,12 +116,12 @@ CASES = {
 }
 
 
-def prompts(replica: int) -> list[list[int]]:
+def make_prompts(replica: int) -> list[list[int]]:
     """Return two prompts, different for each replica."""
-    return [prompt_tokens(2 * replica + number, LENGTH) for number in range(2)]
+    return [make_prompt_tokens(2 * replica + number, LENGTH) for number in range(2)]
 
 
-def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -> float:
+def compute_error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -> float:
     """Return the largest difference of a logit of any step from the truth [replicas · prompts, tokens, vocab]."""
     point, shape = case.point(folder), load_shape(str(folder / case.model))
     session = build_session(point, shape, plan_whole(point, [CONTEXT] * 2, shape), rank=rank, device=CPU, seed=0)
@@ -130,7 +130,7 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
     prefiller = Prefiller(engine.model, backend="sdpa", tokens=CONTEXT, gather=case.gather, window_bytes=nbytes)
     pieces = Pieces(prefiller, None) if case.pieces else None
     replica = rank // case.layout.attn_tp
-    requests = [Prompt.admit(engine, tokens) for tokens in prompts(replica)]
+    requests = [Prompt.admit(engine, tokens) for tokens in make_prompts(replica)]
     known = truth[case.truth][2 * replica : 2 * replica + 2]
     worst = 0.0
     for steps in zip(*LOAD[: case.layout.dp], strict=True):
@@ -140,7 +140,7 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
         decodes, chunks = steps[replica]
         expected = [known[n, requests[n].stored] for n in decodes]
         expected += [known[n, requests[n].stored + i] for n, count in chunks for i in range(count)]
-        logits = step(
+        logits = run_step(
             engine,
             prefiller,
             [requests[n] for n in decodes],
@@ -163,20 +163,20 @@ def count_unrouted(ids_Tk: torch.Tensor) -> list[int]:
     return (ids_Tk == NO_EXPERT).all(-1).view(2, -1).sum(-1).tolist()
 
 
-def alone(case: Case, folder: Path, replica: int) -> torch.Tensor:
+def compute_logits_alone(case: Case, folder: Path, replica: int) -> torch.Tensor:
     """Return the logits [prompts, tokens, vocab] of a replica's prompts, in the same steps on one rank; NaN if not
     computed.
     """
     point, shape = case.point(folder), load_shape(str(folder / case.model))
     engine = build_session(point, shape, plan_whole(point, [CONTEXT] * 2, shape), rank=0, device=CPU, seed=0).engine
     prefiller = Prefiller(engine.model, backend="sdpa", tokens=CONTEXT)
-    requests = [Prompt.admit(engine, tokens) for tokens in prompts(replica)]
+    requests = [Prompt.admit(engine, tokens) for tokens in make_prompts(replica)]
     found = torch.full((2, LENGTH, shape.vocab), torch.nan)
     for decodes, chunks in LOAD[replica]:
         places = [(n, requests[n].stored) for n in decodes]
         places += [(n, requests[n].stored + i) for n, count in chunks for i in range(count)]
         if places:
-            logits = step(
+            logits = run_step(
                 engine, prefiller, [requests[n] for n in decodes], [(requests[n], count) for n, count in chunks]
             )
             for place, row in zip(places, logits, strict=True):
@@ -188,7 +188,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     """Run every case, and save its error."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world)
     truth = torch.load(folder / "truth.pt")
-    found = [error(case, folder, truth, rank) for case in CASES[world]]
+    found = [compute_error(case, folder, truth, rank) for case in CASES[world]]
     (folder / f"{world}-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

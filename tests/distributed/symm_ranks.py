@@ -35,12 +35,12 @@ ADDENDS = ((2, 24), (3, 40), (1, 8), (3, 40), (3, 40), (1, 7))
 SMALL = 64  # largest sum of reduce_one_shot in these tests, in bytes
 
 
-def layouts(world: int) -> tuple[Layout, ...]:
+def list_layouts(world: int) -> tuple[Layout, ...]:
     """Return one DCP group of all ranks; for four ranks also two groups."""
     return (Layout(world, dcp=world), Layout(world, dcp=world // 2)) if world == 4 else (Layout(world, dcp=world),)
 
 
-def drawn(ranks: int, group: int, layer: int, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def draw_layer(ranks: int, group: int, layer: int, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q [N, B, h, Q], o [N, B, H, R] and lse [N, B, H] of a layer; some ranks have no rows, and NaN outputs
     there.
     """
@@ -55,17 +55,17 @@ def drawn(ranks: int, group: int, layer: int, batch: int) -> tuple[torch.Tensor,
     return q_NBhQ.bfloat16(), o_NBHR.bfloat16(), lse_NBH
 
 
-def addend(rank: int, number: int) -> torch.Tensor:
+def draw_addend(rank: int, number: int) -> torch.Tensor:
     """Return a rank's addend to a sum; fp16, because the interpreter truncates bf16 where a GPU rounds."""
     return torch.randn(ADDENDS[number], generator=torch.Generator().manual_seed(100 * rank + number)).half()
 
 
-def layers(group: Group, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def run_layers(group: Group, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return gathered q and merged output of some layers of two exchanges at once with alternating calls."""
-    both = [make_exchange("symm", group, spec()) for _ in range(2)]
+    both = [make_exchange("symm", group, make_spec()) for _ in range(2)]
     found = []
     for layer, batch in enumerate(BATCHES):
-        data = [drawn(group.size, number, layer + 50 * e, batch) for e in range(2)]
+        data = [draw_layer(group.size, number, layer + 50 * e, batch) for e in range(2)]
         qs = [exchange.get_query_buffer(batch) for exchange in both]
         for q, (q_NBhQ, _, _) in zip(qs, data, strict=True):
             q.copy_(q_NBhQ[group.rank])
@@ -79,7 +79,7 @@ def layers(group: Group, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]
     return found
 
 
-def spec(**changes: bool) -> ExchangeSpec:
+def make_spec(**changes: bool) -> ExchangeSpec:
     """Return the sizes of all exchanges in these tests."""
     return ExchangeSpec(
         batch=max(BATCHES),
@@ -92,11 +92,11 @@ def spec(**changes: bool) -> ExchangeSpec:
     )
 
 
-def replays(group: Group, number: int, count: int, kind: int) -> list[torch.Tensor]:
+def run_replays(group: Group, number: int, count: int, kind: int) -> list[torch.Tensor]:
     """Return merged outputs of `REPLAYS` replays of a graph of `count` layers, with replicated queries. Decisions of
     capturing, the slot of each call and the position of a fence, are recorded as in a graph.
     """
-    exchange = make_exchange("symm", group, spec(q_replicate=True))
+    exchange = make_exchange("symm", group, make_spec(q_replicate=True))
     assert isinstance(exchange, symm.SymmetricMemory)
     fence, captured = symm.launch_fence, symm.get_capture_id
     symm.get_capture_id = lambda _device: kind
@@ -111,34 +111,34 @@ def replays(group: Group, number: int, count: int, kind: int) -> list[torch.Tens
         for layer, ((o, lse), fenced) in enumerate(tape):
             if fenced:
                 fence(exchange.peers, exchange.parts.fence_counters)
-            _, o_NBHR, lse_NBH = drawn(group.size, number, 10 * replay + layer, 2)
+            _, o_NBHR, lse_NBH = draw_layer(group.size, number, 10 * replay + layer, 2)
             o.copy_(o_NBHR[group.rank])
             lse.copy_(lse_NBH[group.rank])
             found.append(exchange.merge_partials(o, lse))
     return found
 
 
-def eager(group: Group, number: int) -> list[torch.Tensor]:
+def run_eager(group: Group, number: int) -> list[torch.Tensor]:
     """Return merged outputs of calls outside any graph, with replicated queries."""
-    exchange = make_exchange("symm", group, spec(q_replicate=True))
+    exchange = make_exchange("symm", group, make_spec(q_replicate=True))
     found = []
     for layer in range(4):
         o, lse = exchange.get_partial_buffers(2)
-        _, o_NBHR, lse_NBH = drawn(group.size, number, layer, 2)
+        _, o_NBHR, lse_NBH = draw_layer(group.size, number, layer, 2)
         o.copy_(o_NBHR[group.rank])
         lse.copy_(lse_NBH[group.rank])
         found.append(exchange.merge_partials(o, lse))
     return found
 
 
-def sums(group: Group, rank: int) -> list[torch.Tensor]:
+def run_all_reduces(group: Group, rank: int) -> list[torch.Tensor]:
     """Return the results of consecutive all-reduces of changing sizes."""
     largest = ReduceSpec(rows=3, columns=40, dtype=torch.float16, device=torch.device("cpu"))
     reduce = SymmetricAllReduce(group, largest, small=SMALL)
-    return [reduce(addend(rank, number)) for number in range(len(ADDENDS))]
+    return [reduce(draw_addend(rank, number)) for number in range(len(ADDENDS))]
 
 
-def read_slowly() -> None:
+def slow_down_reads() -> None:
     """Make this rank pause between the barrier and reading their data, so that fast ranks could overwrite it."""
     sync_ranks = merging.sync_ranks
 
@@ -153,14 +153,14 @@ def main(rank: int, world: int, folder: Path) -> None:
     """Exchange in all layouts, and save this rank's results."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     if rank == 0:
-        read_slowly()
-    for layout in layouts(world):
+        slow_down_reads()
+    for layout in list_layouts(world):
         group, number = make_groups(layout, rank).dcp, rank // layout.dcp
         found = {
-            "layers": layers(group, number),
-            "replays": {count: replays(group, number, count, 7 + count) for count in LAYERS},
-            "eager": eager(group, number),
-            "sums": sums(group, rank),
+            "layers": run_layers(group, number),
+            "replays": {count: run_replays(group, number, count, 7 + count) for count in LAYERS},
+            "eager": run_eager(group, number),
+            "sums": run_all_reduces(group, rank),
         }
         torch.save(found, folder / f"{layout}-{rank}.pt")
     dist.barrier()

@@ -17,7 +17,7 @@ from dcpbench.kernels.block_scaled import Scaled, dequantize_weight
 from dcpbench.models import load_shape
 from dcpbench.points.layout import Layout
 from dcpbench.points.memory import count_all_layers
-from tests.distributed.checkpoints import deepseek_v3, deepseek_v3_fp8
+from tests.distributed.checkpoints import write_deepseek_v3, write_deepseek_v3_fp8
 from tests.distributed.test_oracle import (
     A2A,
     AG_RS,
@@ -53,7 +53,7 @@ GRID = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Write a checkpoint in fp8, and return its folder."""
     made = tmp_path_factory.mktemp("checkpoint") / "v3-fp8"
-    deepseek_v3_fp8(made)
+    write_deepseek_v3_fp8(made)
     return str(made)
 
 
@@ -103,7 +103,7 @@ def test_swapped_block_scales_are_found(folder, tmp_path, monkeypatch):
 
 def test_half_precision_checkpoint_is_quantised_while_it_is_read(tmp_path):
     """Compare with the dequantised weights."""
-    deepseek_v3(tmp_path / "v3")
+    write_deepseek_v3(tmp_path / "v3")
     points = [point(str(tmp_path / "v3"), Layout(1), PLAIN, NONE | WEIGHTS)]
     assert_agree(points, alone(points[0], PROMPTS, TOKENS, tmp_path))
 

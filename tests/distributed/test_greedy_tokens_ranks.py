@@ -60,7 +60,7 @@ def decode_on_two_ranks(folder: Path, out: Path, *more: str) -> Path:
     ranks = {"WORLD_SIZE": "2", "MASTER_PORT": f"test-{os.getpid()}-{out.stem}"}
     environments = [os.environ | ranks | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
     log = str(out.with_suffix(".log"))
-    assert forks.run(*(forks.Program(words, env, log) for env in environments)) == [0, 0], out.with_suffix(
+    assert forks.run_programs(*(forks.Program(words, env, log) for env in environments)) == [0, 0], out.with_suffix(
         ".log"
     ).read_text()
     return out

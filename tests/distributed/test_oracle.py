@@ -26,7 +26,14 @@ from dcpbench.points.settings import Settings
 from dcpbench.records.folder import FAILED_FILE
 from dcpbench.records.runs import read_last_records
 from dcpbench.workloads import verify as workload
-from tests.distributed.checkpoints import ABSENT, VOCAB, WRITERS, deepseek_v2_of, deepseek_v3_of, yarn
+from tests.distributed.checkpoints import (
+    ABSENT,
+    VOCAB,
+    WRITERS,
+    make_yarn,
+    write_changed_deepseek_v2,
+    write_changed_deepseek_v3,
+)
 from tests.distributed.verifying import verify_by_job
 
 if TYPE_CHECKING:
@@ -211,7 +218,7 @@ def test_triton_backend_and_symmetric_memory_agree_with_transformers(checkpoints
     verify(points, prompts, new, tmp_path)
 
 
-YARN = yarn(1.0, 0.8)
+YARN = make_yarn(1.0, 0.8)
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OF_V3 = {
     "n_group": 8,
@@ -221,25 +228,25 @@ OF_V3 = {
     "rope_parameters": PLAIN_ROPE,
 }
 VARIANTS: dict[str, tuple[Any, dict[str, object], dict[str, object]]] = {
-    "no-shared-experts": (deepseek_v3_of, {"n_shared_experts": 0}, {}),
-    "null-shared-experts": (deepseek_v3_of, {"n_shared_experts": 0}, {"n_shared_experts": None}),
-    "v2-null-shared-experts": (deepseek_v2_of, {"n_shared_experts": 0}, {"n_shared_experts": None}),
-    "yarn-not-truncated": (deepseek_v3_of, {"rope_parameters": YARN | {"truncate": False}}, {}),
-    "v2-yarn-not-truncated": (deepseek_v2_of, {"rope_parameters": YARN | {"truncate": False}}, {}),
-    "yarn-truncated": (deepseek_v3_of, {"rope_parameters": YARN | {"truncate": True}}, {}),
+    "no-shared-experts": (write_changed_deepseek_v3, {"n_shared_experts": 0}, {}),
+    "null-shared-experts": (write_changed_deepseek_v3, {"n_shared_experts": 0}, {"n_shared_experts": None}),
+    "v2-null-shared-experts": (write_changed_deepseek_v2, {"n_shared_experts": 0}, {"n_shared_experts": None}),
+    "yarn-not-truncated": (write_changed_deepseek_v3, {"rope_parameters": YARN | {"truncate": False}}, {}),
+    "v2-yarn-not-truncated": (write_changed_deepseek_v2, {"rope_parameters": YARN | {"truncate": False}}, {}),
+    "yarn-truncated": (write_changed_deepseek_v3, {"rope_parameters": YARN | {"truncate": True}}, {}),
     "yarn-without-its-first-length": (
-        deepseek_v3_of,
+        write_changed_deepseek_v3,
         {},
         {"rope_parameters": {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"}},
     ),
-    "yarn-attention-factor": (deepseek_v3_of, {"rope_parameters": YARN | {"attention_factor": 1.3}}, {}),
+    "yarn-attention-factor": (write_changed_deepseek_v3, {"rope_parameters": YARN | {"attention_factor": 1.3}}, {}),
     "yarn-of-nulls": (
-        deepseek_v3_of,
+        write_changed_deepseek_v3,
         {},
         {"rope_parameters": YARN | dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale"))},
     ),
     "rope-scaling-as-published": (
-        deepseek_v3_of,
+        write_changed_deepseek_v3,
         {},
         {
             "rope_parameters": ABSENT,
@@ -253,20 +260,20 @@ VARIANTS: dict[str, tuple[Any, dict[str, object], dict[str, object]]] = {
             },
         },
     ),
-    "two-thetas": (deepseek_v3_of, {}, {"rope_theta": 10.0}),
-    "rope-in-halves": (deepseek_v3_of, {"rope_interleave": False}, {}),
-    "not-normalised": (deepseek_v3_of, {"norm_topk_prob": False}, {}),
-    "v2-normalised": (deepseek_v2_of, {"norm_topk_prob": True}, {}),
-    "v2-groups-that-greedy-ignores": (deepseek_v2_of, {"n_group": 4, "topk_group": 1}, {}),
+    "two-thetas": (write_changed_deepseek_v3, {}, {"rope_theta": 10.0}),
+    "rope-in-halves": (write_changed_deepseek_v3, {"rope_interleave": False}, {}),
+    "not-normalised": (write_changed_deepseek_v3, {"norm_topk_prob": False}, {}),
+    "v2-normalised": (write_changed_deepseek_v2, {"norm_topk_prob": True}, {}),
+    "v2-groups-that-greedy-ignores": (write_changed_deepseek_v2, {"n_group": 4, "topk_group": 1}, {}),
     "v2-one-expert-a-group": (
-        deepseek_v2_of,
+        write_changed_deepseek_v2,
         {"topk_method": "group_limited_greedy", "n_group": 16, "topk_group": 5},
         {},
     ),
-    "experts-of-23-columns": (deepseek_v3_of, {"moe_intermediate_size": 23}, {}),
-    "tied": (deepseek_v3_of, {"tie_word_embeddings": True}, {}),
+    "experts-of-23-columns": (write_changed_deepseek_v3, {"moe_intermediate_size": 23}, {}),
+    "tied": (write_changed_deepseek_v3, {"tie_word_embeddings": True}, {}),
     "kimi-k2": (
-        deepseek_v3_of,
+        write_changed_deepseek_v3,
         {"n_group": 1, "topk_group": 1},
         {
             "model_type": "kimi_k2",
@@ -278,7 +285,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, object], dict[str, object]]] = {
         },
     ),
     "what-v3-leaves-out": (
-        deepseek_v3_of,
+        write_changed_deepseek_v3,
         OF_V3,
         dict.fromkeys(
             (
@@ -302,7 +309,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, object], dict[str, object]]] = {
         ),
     ),
     "what-v2-leaves-out": (
-        deepseek_v2_of,
+        write_changed_deepseek_v2,
         {"first_k_dense_replace": 0, "rope_parameters": PLAIN_ROPE},
         dict.fromkeys(
             (
@@ -323,7 +330,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, object], dict[str, object]]] = {
         ),
     ),
     "harmless": (
-        deepseek_v3_of,
+        write_changed_deepseek_v3,
         {},
         {
             "num_nextn_predict_layers": 2,

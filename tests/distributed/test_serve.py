@@ -17,7 +17,7 @@ from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
 from dcpbench.serving.loads import make_requests
 from dcpbench.serving.samples import read_samples
-from tests.distributed.checkpoints import VOCAB, deepseek_v3_of
+from tests.distributed.checkpoints import VOCAB, write_changed_deepseek_v3
 from tests.distributed.verifying import continue_greedily
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ EXCHANGES = {True: "ag_rs", False: "none"}
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("checkpoint") / "v3"
-    deepseek_v3_of(folder, {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 0}, {})
+    write_changed_deepseek_v3(folder, {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 0}, {})
     return str(folder)
 
 

@@ -15,7 +15,7 @@ from dcpbench.errors import ModelError
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import FP8
 from dcpbench.points.point import Point
-from tests.distributed.checkpoints import VOCAB, deepseek_v3_of
+from tests.distributed.checkpoints import VOCAB, write_changed_deepseek_v3
 from tests.distributed.defective_rank import DEFECT
 from tests.distributed.defects import DEFECTS, FIVE, IN_GROUPS
 from tests.distributed.verifying import compare_alone, verify_by_job
@@ -34,7 +34,7 @@ ALONE = [name for name in DEFECTS if name not in IN_GROUPS]
 
 
 def write_checkpoint(folder: Path, layers: int) -> str:
-    deepseek_v3_of(folder, {"num_hidden_layers": layers}, {})
+    write_changed_deepseek_v3(folder, {"num_hidden_layers": layers}, {})
     return str(folder)
 
 

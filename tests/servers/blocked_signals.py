@@ -13,7 +13,7 @@ from dcpbench.servers.load import Call, LoadOptions
 NOWHERE = Target.from_url("http://127.0.0.1:9")
 
 
-def blocked(pid: int) -> str:
+def format_blocked_signals(pid: int) -> str:
     """Return the names of the blocked signals among SIGHUP and SIGINT."""
     (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigBlk:"))
     mask = int(line.split()[1], 16)
@@ -27,7 +27,7 @@ async def main() -> None:
         assert isinstance(run, ClientPool)
         await run.prepare(3)
         for process in run._processes:
-            print(blocked(process.pid or 0))  # noqa: T201 -- the output of this program
+            print(format_blocked_signals(process.pid or 0))  # noqa: T201 -- the output of this program
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import sys
 from array import array
 from typing import Any
 
-from tests.servers.faulty_engine import BF16_STEP, NOISE, VOCAB, Token, _true_logits, _write_answer, _write_json
+from tests.servers.faulty_engine import BF16_STEP, NOISE, VOCAB, Token, _draw_logits, _write_answer, _write_json
 
 FAULTS = ("none", "cache", "batch", "long", "every33", "page", "exchange", "scores")
 FP8_NOISE, FP8_FREEDOM, FP8_MEAN_GAP = (
@@ -149,7 +149,7 @@ class DcpEngine:
         tokens: list[Token] = []
         for _ in range(count):
             before = [token.id for token in tokens]
-            ids, logits = _true_logits(name, before, *([FP8_MEAN_GAP] if self.given.noise == "fp8" else []))
+            ids, logits = _draw_logits(name, before, *([FP8_MEAN_GAP] if self.given.noise == "fp8" else []))
             if self.given.noise:
                 logits = [round((x + self._move(rounding)) / BF16_STEP) * BF16_STEP for x in logits]
             norm = math.log(sum(map(math.exp, logits)))
@@ -203,7 +203,7 @@ def _die() -> None:
     os._exit(1)
 
 
-def _parse() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--dcp", type=int, default=1)
@@ -227,7 +227,7 @@ async def _main(given: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    body = _parse()
+    body = _parse_arguments()
     if body.dies_at_start and body.dcp > 1:
         sys.stderr.write("capturing CUDA graphs\n")
         _die()

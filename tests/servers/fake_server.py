@@ -57,9 +57,9 @@ FAULTS = (
     "slow-bytes",
     "continue",
 )
-MIDDLE = ("500-mid", "error-event", "half-event", "close-mid", "silent-mid", "comments")
+MIDDLE_FAULTS = ("500-mid", "error-event", "half-event", "close-mid", "silent-mid", "comments")
 """Faults in place of the second chunk."""
-NO_STREAM = {  # bodies in place of a stream, each with its type
+WRONG_BODIES = {  # bodies in place of a stream, each with its type
     "html": ("<!doctype html><title>Sign in</title>" * 20, "text/html"),
     "not-json": ("{half", "application/json"),
 }
@@ -157,7 +157,7 @@ class Accepted(StampedSocket):
         return data
 
 
-def listening(host: str, port: int) -> Listening:
+def open_listening_socket(host: str, port: int) -> Listening:
     """Return a socket that takes connections with stamped requests."""
     sock = Listening(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # which asyncio sets TCP_NODELAY by
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -201,7 +201,7 @@ STATUS = {
 }
 
 
-def next_token(context: list[int], vocab: int) -> tuple[int, float]:
+def draw_next_token(context: list[int], vocab: int) -> tuple[int, float]:
     """Return the token after `context` and its logprob, which depend on a hash of the context."""
     digest = zlib.crc32(b" ".join(b"%d" % token for token in context[-8:]), len(context))
     return digest % vocab, -0.05 - (digest >> 12) % 1000 / 2000
@@ -265,10 +265,10 @@ class FakeServer:
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         path = path.partition("?")[0]
         if not self.ready:
-            return await _json(writer, 503, {"error": "starting"})
+            return await _send_json(writer, 503, {"error": "starting"})
         key = self.model.api_key
         if key and headers.get("authorization") != f"Bearer {key}" and path != "/health":
-            return await _json(writer, 401, {"error": {"message": "Incorrect API key provided.", "code": 401}})
+            return await _send_json(writer, 401, {"error": {"message": "Incorrect API key provided.", "code": 401}})
         if method == "POST" and path in ("/v1/completions", "/v1/chat/completions"):
             return await self._complete(writer, path, headers, body)
         return await self._other(writer, method, path)
@@ -276,12 +276,12 @@ class FakeServer:
     async def _other(self, writer: asyncio.StreamWriter, method: str, path: str) -> bool:
         model = self.model
         if path == "/health":
-            return await _text(writer, 200, "", "text/plain")
+            return await _send_text(writer, 200, "", "text/plain")
         if path == "/v1/models":
             card = {"id": model.name, "object": "model", "owned_by": model.engine}
-            return await _json(writer, 200, {"data": [card | {"max_model_len": model.max_model_len}]})
+            return await _send_json(writer, 200, {"data": [card | {"max_model_len": model.max_model_len}]})
         if path == "/version" and model.engine == "vllm":
-            return await _json(writer, 200, {"version": model.version})
+            return await _send_json(writer, 200, {"version": model.version})
         if path in ("/get_server_info", "/server_info") and model.engine == "sglang":
             info = {"version": model.version, "model_path": model.name, **model.args}
             if self.steps:
@@ -290,18 +290,18 @@ class FakeServer:
                     "speculative_num_steps": model.draft_tokens,
                     "internal_states": [{"avg_spec_accept_length": mean}],
                 }
-            return await _json(writer, 200, info | {"max_total_num_tokens": model.kv_blocks * model.block_size})
+            return await _send_json(writer, 200, info | {"max_total_num_tokens": model.kv_blocks * model.block_size})
         if path == "/metrics" and model.engine in ("vllm", "sglang") and model.offer_metrics:
-            return await _text(writer, 200, self._metrics(), "text/plain; version=0.0.4")
+            return await _send_text(writer, 200, self._metrics(), "text/plain; version=0.0.4")
         if method == "POST" and path in ("/start_profile", "/stop_profile"):
             return await self._profile(writer, path)
-        return await _json(writer, 404, {"detail": "Not Found"})
+        return await _send_json(writer, 404, {"detail": "Not Found"})
 
     async def _profile(self, writer: asyncio.StreamWriter, path: str) -> bool:
         folders = [os.environ.get(f"{name}_TORCH_PROFILER_DIR", "") for name in ("VLLM", "SGLANG")]
         folder = next(filter(None, folders), "")
         if not folder:
-            return await _json(writer, 404, {"detail": "Not Found"})
+            return await _send_json(writer, 404, {"detail": "Not Found"})
         self.profiles.append(path)
         if path == "/stop_profile" and self.model.trace:
             source = Path(self.model.trace)
@@ -311,7 +311,7 @@ class FakeServer:
                     Path(folder)
                     / f"rank{rank}.{time.time_ns()}.pt.trace.json{source.suffix if source.suffix == '.gz' else ''}",
                 )
-        return await _text(writer, 200, "", "text/plain")
+        return await _send_text(writer, 200, "", "text/plain")
 
     def _metrics(self) -> str:
         name, model = self.model.engine, self.model
@@ -394,20 +394,22 @@ class FakeServer:
         try:
             body = json.loads(data)
         except ValueError:
-            return await _json(writer, 400, {"error": {"message": "the body is no JSON", "code": 400}})
+            return await _send_json(writer, 400, {"error": {"message": "the body is no JSON", "code": 400}})
         sent.body, sent.headers = body, headers
         answered = await self._faulty_head(writer, sent, headers)
         if answered is not None:
             return answered
         if refusal := self._refused(body, script):
-            return await _json(writer, 400, {"error": {"message": refusal, "type": "BadRequestError", "code": 400}})
+            return await _send_json(
+                writer, 400, {"error": {"message": refusal, "type": "BadRequestError", "code": 400}}
+            )
         prompt = self._ids(body)
         sent.prompt_tokens = len(prompt)
         count = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         count = min(count, script.ends_early or count)
         if len(prompt) + count > self.model.max_model_len:
             message = f"This model's maximum context length is {self.model.max_model_len} tokens."
-            return await _json(writer, 400, {"error": {"message": message, "code": 400}})
+            return await _send_json(writer, 400, {"error": {"message": message, "code": 400}})
         self.prompt_tokens += len(prompt)
         shared = str(prompt[:16])
         self.hits += 16 * (len(prompt) // 16) if shared in self._seen else 0
@@ -433,11 +435,11 @@ class FakeServer:
         if fault in ("400", "401", "404", "429", "500"):
             error = {"error": {"message": f"{STATUS[int(fault)]}: as scripted", "code": int(fault)}}
             more = {"Retry-After": "0"} if fault == "429" else {}
-            return await _json(writer, int(fault), error, more)
+            return await _send_json(writer, int(fault), error, more)
         if fault == "redirect":
-            return await _text(writer, 301, "", "text/plain", {"Location": "http://elsewhere.invalid/v1"})
-        if fault in NO_STREAM:
-            return await _text(writer, 200, *NO_STREAM[fault])
+            return await _send_text(writer, 301, "", "text/plain", {"Location": "http://elsewhere.invalid/v1"})
+        if fault in WRONG_BODIES:
+            return await _send_text(writer, 200, *WRONG_BODIES[fault])
         if fault in ("close", "reset"):
             if fault == "reset":
                 writer.transport.abort()
@@ -475,7 +477,7 @@ class FakeServer:
     def _answer(self, prompt: list[int], count: int) -> list[tuple[int, float]]:
         model, context, found = self.model, list(prompt), []
         for _ in range(count):
-            token, logprob = next_token(context, model.vocab)
+            token, logprob = draw_next_token(context, model.vocab)
             if (model.wrong_from and len(context) >= model.wrong_from) or random.random() < model.flips:
                 token = (token + 1) % model.vocab
             if model.drift_from and len(context) >= model.drift_from:
@@ -540,7 +542,7 @@ class FakeServer:
             choice |= {"token_ids": [t for t, _ in tokens]}
         sent.token_s = [time.perf_counter()] * count
         response = {"id": f"cmpl-{sent.number}", "model": self.model.name, "choices": [choice]}
-        return await _json(writer, 200, response | {"usage": self._usage(prompt, count)})
+        return await _send_json(writer, 200, response | {"usage": self._usage(prompt, count)})
 
     async def _stream(
         self,
@@ -560,7 +562,7 @@ class FakeServer:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         if chat:
             first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            _event(writer, head | {"choices": [first]}, end)
+            _send_event(writer, head | {"choices": [first]}, end)
         if fault == "endless-line":
             return await _pour(writer, b"data: " + b"x" * 65536, chunked=True)
         tokens, text, due = self._answer(prompt, count), b"", sent.came_s + script.ttft_ms / 1000
@@ -575,7 +577,7 @@ class FakeServer:
             usage = {"usage": self._usage(prompt, done)} if stream_options.get("continuous_usage_stats") else {}
             text = json.dumps(head | {"choices": [choice]} | usage, separators=(",", ":")).encode()
             await asyncio.sleep(max(due - time.perf_counter(), 0))
-            if number == 1 and fault in MIDDLE:
+            if number == 1 and fault in MIDDLE_FAULTS:
                 return await self._faulty_middle(writer, fault, text)
             sent.token_s += [time.perf_counter()] * len(piece)
             await _write_event(writer, text, end, slowly=fault == "slow-bytes")
@@ -584,8 +586,8 @@ class FakeServer:
         if fault == "endless":
             return await _pour(writer, b"data: " + text + end, chunked=True)
         if script.usage == "always" or stream_options.get("include_usage"):
-            _event(writer, head | {"choices": [], "usage": self._usage(prompt, count)}, end)
-        _raw(writer, b"data: [DONE]" + end)
+            _send_event(writer, head | {"choices": [], "usage": self._usage(prompt, count)}, end)
+        _send_chunk(writer, b"data: [DONE]" + end)
         writer.write(b"0\r\n\r\n")
         await writer.drain()
         return True
@@ -600,19 +602,19 @@ class FakeServer:
     async def _faulty_middle(self, writer: asyncio.StreamWriter, fault: str, text: bytes) -> bool:
         if fault in ("500-mid", "error-event"):
             error = {"error": {"message": "EngineCore encountered an issue: as scripted", "code": 500}}
-            _event(writer, error, b"\n\n")
+            _send_event(writer, error, b"\n\n")
             if fault == "error-event":
-                _raw(writer, b"data: [DONE]\n\n")
+                _send_chunk(writer, b"data: [DONE]\n\n")
             writer.write(b"0\r\n\r\n")
         elif fault == "half-event":
-            _raw(writer, b"data: " + text[: len(text) // 2])
+            _send_chunk(writer, b"data: " + text[: len(text) // 2])
             writer.write(b"0\r\n\r\n")
         elif fault == "silent-mid":
             await writer.drain()
             await asyncio.Event().wait()
         elif fault == "comments":
             while True:
-                _raw(writer, b": still here\n\n")
+                _send_chunk(writer, b": still here\n\n")
                 await writer.drain()
                 await asyncio.sleep(0.01)
         await writer.drain()
@@ -625,23 +627,23 @@ class FakeServer:
         return script.gaps_ms[(number - 1) % len(script.gaps_ms)] if script.gaps_ms else script.gap_ms
 
 
-def _event(writer: asyncio.StreamWriter, body: dict[str, Any], end: bytes) -> None:
-    _raw(writer, b"data: " + json.dumps(body, separators=(",", ":")).encode() + end)
+def _send_event(writer: asyncio.StreamWriter, body: dict[str, Any], end: bytes) -> None:
+    _send_chunk(writer, b"data: " + json.dumps(body, separators=(",", ":")).encode() + end)
 
 
 async def _write_event(writer: asyncio.StreamWriter, text: bytes, end: bytes, *, slowly: bool) -> None:
     """Write an event in one chunk, or in many."""
     if slowly:
         for i in range(0, len(text), 16):
-            _raw(writer, (b"" if i else b"data: ") + text[i : i + 16])
+            _send_chunk(writer, (b"" if i else b"data: ") + text[i : i + 16])
             await asyncio.sleep(0)
-        _raw(writer, end)
+        _send_chunk(writer, end)
     else:
-        _raw(writer, b"data: " + text + end)
+        _send_chunk(writer, b"data: " + text + end)
     await writer.drain()
 
 
-def _raw(writer: asyncio.StreamWriter, data: bytes) -> None:
+def _send_chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
     """Write a chunk of HTTP."""
     writer.write(b"%x\r\n%s\r\n" % (len(data), data))
 
@@ -650,18 +652,18 @@ async def _pour(writer: asyncio.StreamWriter, data: bytes, *, chunked: bool = Fa
     """Write the same text repeatedly."""
     for _ in range(ENDLESS_BYTES // len(data)):
         if chunked:
-            _raw(writer, data)
+            _send_chunk(writer, data)
         else:
             writer.write(data)
         await writer.drain()
     return False
 
 
-async def _json(writer: asyncio.StreamWriter, code: int, body: object, more: dict[str, str] | None = None) -> bool:
-    return await _text(writer, code, json.dumps(body), "application/json", more)
+async def _send_json(writer: asyncio.StreamWriter, code: int, body: object, more: dict[str, str] | None = None) -> bool:
+    return await _send_text(writer, code, json.dumps(body), "application/json", more)
 
 
-async def _text(
+async def _send_text(
     writer: asyncio.StreamWriter, code: int, text: str, kind: str, more: dict[str, str] | None = None
 ) -> bool:
     body = text.encode()
@@ -683,7 +685,7 @@ class Running:
 
     async def __aenter__(self) -> Self:
         self._listening = await asyncio.start_server(
-            self.server.serve, sock=listening("127.0.0.1", 0), ssl=self._tls, backlog=1024
+            self.server.serve, sock=open_listening_socket("127.0.0.1", 0), ssl=self._tls, backlog=1024
         )
         port = self._listening.sockets[0].getsockname()[1]
         self.url = f"{'https' if self._tls else 'http'}://127.0.0.1:{port}"
@@ -694,7 +696,7 @@ class Running:
         await self.server.stop()
 
 
-def _arguments() -> tuple[argparse.Namespace, list[str]]:
+def _parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for struct in (Script, Model):
         for field in dataclasses.fields(struct):
@@ -754,7 +756,7 @@ async def _main(given: argparse.Namespace, others: list[str]) -> None:
     if given.tls_cert:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(given.tls_cert, given.tls_key)
-    sock = listening(given.host, given.port)
+    sock = open_listening_socket(given.host, given.port)
     taking = await asyncio.start_server(server.serve, sock=sock, ssl=tls, backlog=1024)
     scheme = "https" if tls else "http"
     sys.stdout.write(f"listening on {scheme}://{given.host}:{sock.getsockname()[1]}" + "\n")
@@ -779,7 +781,7 @@ def _crash() -> None:
 
 def main() -> int:
     """Serve until killed."""
-    given, others = _arguments()
+    given, others = _parse_arguments()
     layout = f"{given.tensor_parallel_size},{given.decode_context_parallel_size}"
     if layout == given.refuse:
         sys.stderr.write(

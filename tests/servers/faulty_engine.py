@@ -82,7 +82,7 @@ class FaultyEngine:
             tokens = self._noisy(mode, name, body["max_tokens"], again=again, alone=self._busy[mode] == 1)
         else:
             fault = _find_fault(mode, len(prompt), again=again, busy=self._busy[mode])
-            tokens = _planted(name, body["max_tokens"], fault)
+            tokens = _draw_planted_tokens(name, body["max_tokens"], fault)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
         _write_answer(writer, body, tokens, usage)
         self._busy[mode] -= 1
@@ -92,7 +92,7 @@ class FaultyEngine:
         rounding = random.Random(f"{mode} {again}") if alone else self._random
         tokens: list[Token] = []
         for _ in range(count):
-            ids, logits = _true_logits(name, [token.id for token in tokens])
+            ids, logits = _draw_logits(name, [token.id for token in tokens])
             moved = [round((x + rounding.gauss(0.0, NOISE)) / BF16_STEP) * BF16_STEP for x in logits]
             norm = math.log(sum(map(math.exp, moved)))
             top = {token: x - norm for token, x in sorted(zip(ids, moved, strict=True), key=lambda pair: -pair[1])}
@@ -111,7 +111,7 @@ def _find_fault(mode: str, length: int, *, again: bool, busy: int) -> int | None
     return first if present else None
 
 
-def _planted(name: str, count: int, fault: int | None) -> list[Token]:
+def _draw_planted_tokens(name: str, count: int, fault: int | None) -> list[Token]:
     """Return tokens that do not depend on previous ones, with other tokens from a fault on."""
     chances, tokens = random.Random(name), []
     for i in range(count):
@@ -122,7 +122,7 @@ def _planted(name: str, count: int, fault: int | None) -> list[Token]:
     return tokens
 
 
-def _true_logits(name: str, before: list[int], mean_gap: float = MEAN_GAP) -> tuple[list[int], list[float]]:
+def _draw_logits(name: str, before: list[int], mean_gap: float = MEAN_GAP) -> tuple[list[int], list[float]]:
     """Return the likeliest tokens and their logits in exact arithmetic."""
     chances = random.Random(f"{name} {before}")
     ids = chances.sample(range(10, VOCAB), CANDIDATES)
@@ -132,7 +132,7 @@ def _true_logits(name: str, before: list[int], mean_gap: float = MEAN_GAP) -> tu
     return ids, logits
 
 
-def _choice(body: dict[str, Any], tokens: list[Token]) -> dict[str, Any]:
+def _make_choice(body: dict[str, Any], tokens: list[Token]) -> dict[str, Any]:
     found: dict[str, Any] = {"index": 0, "text": "".join(f" t{token.id}" for token in tokens)}
     if body.get("return_token_ids"):
         found["token_ids"] = [token.id for token in tokens]
@@ -150,12 +150,12 @@ def _write_answer(
     writer: asyncio.StreamWriter, body: dict[str, Any], tokens: list[Token], usage: dict[str, int]
 ) -> None:
     if not body.get("stream"):
-        choice = _choice(body, tokens) | {"finish_reason": "length"}
+        choice = _make_choice(body, tokens) | {"finish_reason": "length"}
         _write_json(writer, {"choices": [choice], "usage": usage})
         return
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
     for i, token in enumerate(tokens):
-        choice = _choice(body, [token]) | {"finish_reason": "length" if i == len(tokens) - 1 else None}
+        choice = _make_choice(body, [token]) | {"finish_reason": "length" if i == len(tokens) - 1 else None}
         _write_chunk(writer, b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
     _write_chunk(writer, b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n")
     writer.write(b"0\r\n\r\n")

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-TRIED = 16  # maximum tokens of trial requests
+MAX_TRIAL_TOKENS = 16  # maximum tokens of trial requests
 MODELS = {"object": "list", "data": [{"id": "m", "max_model_len": 4096}]}
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -46,7 +46,7 @@ class Request:
     @property
     def measured(self) -> bool:
         """True if the request belongs to the load."""
-        return self.max_tokens > TRIED
+        return self.max_tokens > MAX_TRIAL_TOKENS
 
     async def write(self, data: bytes) -> None:
         """Send bytes."""
@@ -117,7 +117,7 @@ class Server:
 SERVERS: dict[str, Server] = {}
 
 
-def serves(**about: Any) -> Callable[[Answer], Answer]:
+def register_server(**about: Any) -> Callable[[Answer], Answer]:
     """Add a server under the name of the function that answers for it."""
 
     def add(answer: Answer) -> Answer:
@@ -131,22 +131,22 @@ def add_events(name: str, change: Callable[[int, dict[str, Any]], object], **abo
     """Add a server that streams, and changes the events of a load."""
 
     async def answer(request: Request) -> None:
-        await (request.stream(change) if request.measured else right(request))
+        await (request.stream(change) if request.measured else answer_correctly(request))
 
     SERVERS[name] = Server(answer=answer, **about)
 
 
-def usage(**fields: object) -> Callable[[int, dict[str, Any]], object]:
+def change_usage(**fields: object) -> Callable[[int, dict[str, Any]], object]:
     """Return a change of the usage of each event."""
     return lambda _, event: event | {"usage": event["usage"] | fields}
 
 
-def choice(**fields: object) -> Callable[[int, dict[str, Any]], object]:
+def change_choice(**fields: object) -> Callable[[int, dict[str, Any]], object]:
     """Return a change of the choice of each event."""
     return lambda _, event: event | {"choices": [event["choices"][0] | fields]}
 
 
-def raw(text: bytes) -> Callable[[int, dict[str, Any]], object]:
+def replace_event(text: bytes) -> Callable[[int, dict[str, Any]], object]:
     """Return a replacement of each event."""
     return lambda *_: text
 
@@ -154,32 +154,44 @@ def raw(text: bytes) -> Callable[[int, dict[str, Any]], object]:
 BAD = "bad stream"
 for number, value in {"minus_1": -1, "1e16": 10**16, "1e26": 10**26, "of_4000_digits": 10**4000}.items():
     text = b'{"choices":[{"text":"a"}],"usage":{"prompt_tokens":%s}}' % (b"9" * 4000)
-    add_events(f"prompt_tokens_{number}", usage(prompt_tokens=value) if value < 10**99 else raw(text), kind=BAD)
-    add_events(f"completion_tokens_{number}", usage(completion_tokens=value) if value < 10**99 else raw(text), kind=BAD)
+    add_events(
+        f"prompt_tokens_{number}",
+        change_usage(prompt_tokens=value) if value < 10**99 else replace_event(text),
+        kind=BAD,
+    )
+    add_events(
+        f"completion_tokens_{number}",
+        change_usage(completion_tokens=value) if value < 10**99 else replace_event(text),
+        kind=BAD,
+    )
 for number, value in {"minus_99": -99, "1e16": 10**16, "21_of_20": 21}.items():
-    add_events(f"cached_tokens_{number}", usage(prompt_tokens_details={"cached_tokens": value}), kind=BAD)
-add_events("completion_tokens_1e7_for_24", usage(completion_tokens=10**7), kind=BAD)
-add_events("completion_tokens_float", raw(b'{"choices":[{"text":"a"}],"usage":{"completion_tokens":1e26}}'), kind=BAD)
-add_events("reasoning_tokens_1e12", usage(completion_tokens_details={"reasoning_tokens": 10**12}), kind=BAD)
+    add_events(f"cached_tokens_{number}", change_usage(prompt_tokens_details={"cached_tokens": value}), kind=BAD)
+add_events("completion_tokens_1e7_for_24", change_usage(completion_tokens=10**7), kind=BAD)
+add_events(
+    "completion_tokens_float", replace_event(b'{"choices":[{"text":"a"}],"usage":{"completion_tokens":1e26}}'), kind=BAD
+)
+add_events("reasoning_tokens_1e12", change_usage(completion_tokens_details={"reasoning_tokens": 10**12}), kind=BAD)
 add_events("usage_is_text", lambda _, event: event | {"usage": "many"}, kind=BAD)
-add_events("token_id_beyond_int32", choice(token_ids=[1 << 31]), kind=BAD)
-add_events("token_id_beyond_int64", choice(token_ids=[1 << 70]), kind=BAD)
-add_events("token_id_negative", choice(token_ids=[-1]), kind=BAD)
-add_events("token_ids_40000_in_a_chunk", choice(token_ids=[1] * 40_000), kind=BAD)
-add_events("token_ids_are_text", choice(token_ids=["a"]), kind=BAD)
+add_events("token_id_beyond_int32", change_choice(token_ids=[1 << 31]), kind=BAD)
+add_events("token_id_beyond_int64", change_choice(token_ids=[1 << 70]), kind=BAD)
+add_events("token_id_negative", change_choice(token_ids=[-1]), kind=BAD)
+add_events("token_ids_40000_in_a_chunk", change_choice(token_ids=[1] * 40_000), kind=BAD)
+add_events("token_ids_are_text", change_choice(token_ids=["a"]), kind=BAD)
 add_events("choices_25000_in_a_chunk", lambda _, event: event | {"choices": [{}] * 25_000}, kind="no tokens")
-add_events("nested_100000_deep", raw(b'{"choices":' + b"[" * 100_000), kind=BAD)
-add_events("nested_values_in_logprobs", choice(logprobs=[[]] * 20_000))
-add_events("half_a_surrogate", raw(b'{"choices":[{"text":"\\ud83d"}]}'), kind=BAD)
-add_events("no_utf8", raw(b'{"choices":[{"text":"\xff\xfe"}]}'), kind=BAD)
-add_events("nan", raw(b'{"choices":[{"text":"a"}],"usage":{"prompt_tokens":NaN}}'), kind=BAD)
-add_events("choice_is_null", raw(b'{"choices":[null]}'), kind=BAD)
-add_events("error_of_a_megabyte", raw(b'{"error":{"message":"\\u001b[2J' + b"x" * (MB - 100) + b'"}}'), kind=BAD)
+add_events("nested_100000_deep", replace_event(b'{"choices":' + b"[" * 100_000), kind=BAD)
+add_events("nested_values_in_logprobs", change_choice(logprobs=[[]] * 20_000))
+add_events("half_a_surrogate", replace_event(b'{"choices":[{"text":"\\ud83d"}]}'), kind=BAD)
+add_events("no_utf8", replace_event(b'{"choices":[{"text":"\xff\xfe"}]}'), kind=BAD)
+add_events("nan", replace_event(b'{"choices":[{"text":"a"}],"usage":{"prompt_tokens":NaN}}'), kind=BAD)
+add_events("choice_is_null", replace_event(b'{"choices":[null]}'), kind=BAD)
+add_events(
+    "error_of_a_megabyte", replace_event(b'{"error":{"message":"\\u001b[2J' + b"x" * (MB - 100) + b'"}}'), kind=BAD
+)
 add_events(
     "finish_reason_of_a_megabyte",
-    lambda number, event: choice(finish_reason="x" * (MB - 1000))(number, event) if number == 23 else event,
+    lambda number, event: change_choice(finish_reason="x" * (MB - 1000))(number, event) if number == 23 else event,
 )
-add_events("aborts", choice(finish_reason="abort"), kind="aborted")
+add_events("aborts", change_choice(finish_reason="abort"), kind="aborted")
 add_events(
     "texts_of_a_megabyte_in_sessions",
     lambda _, event: event | {"choices": [{"delta": {"content": "x" * (MB - 1000)}}]},
@@ -187,57 +199,60 @@ add_events(
     options="--sessions turns=2 --endpoint chat",
 )
 add_events(
-    "token_ids_of_sessions", choice(token_ids=[5, 6, 7] * 20_000), kind=BAD, options="--sessions turns=2,tokens=5"
+    "token_ids_of_sessions",
+    change_choice(token_ids=[5, 6, 7] * 20_000),
+    kind=BAD,
+    options="--sessions turns=2,tokens=5",
 )
 
 
-async def right(request: Request) -> None:
+async def answer_correctly(request: Request) -> None:
     """Answer as a right server does."""
     if request.path.endswith("/v1/models"):
         await request.plain(MODELS)
     elif request.path.endswith("/completions"):
-        await (request.stream() if request.body.get("stream") else whole(request))
+        await (request.stream() if request.body.get("stream") else answer_without_stream(request))
     else:
         await request.plain({"detail": "Not Found"}, 404)
 
 
-SERVERS["right"] = Server(answer=right)
+SERVERS["right"] = Server(answer=answer_correctly)
 
 
-async def whole(request: Request) -> None:
+async def answer_without_stream(request: Request) -> None:
     """Answer without a stream."""
     usage = {"prompt_tokens": request.prompt, "completion_tokens": request.max_tokens}
     await request.plain({"choices": [{"text": " a", "finish_reason": "length"}], "usage": usage})
 
 
-def load_only(answer: Answer) -> Answer:
+def answer_load_only(answer: Answer) -> Answer:
     """Return an answer that only requests of the load get."""
 
     async def found(request: Request) -> None:
-        await (answer(request) if request.measured else right(request))
+        await (answer(request) if request.measured else answer_correctly(request))
 
     found.__name__ = answer.__name__
     return found
 
 
-@serves(kind=BAD)
-@load_only
+@register_server(kind=BAD)
+@answer_load_only
 async def endless_chunks(request: Request) -> None:
     """Send tokens without end."""
     await request.write(STREAM)
     await request.pour(b"".join(b"%x\r\n%s\r\n" % (len(e), e) for e in [b'data: {"choices":[{"text":"a"}]}\n\n'] * 50))
 
 
-@serves(kind=BAD)
-@load_only
+@register_server(kind=BAD)
+@answer_load_only
 async def endless_event(request: Request) -> None:
     """Send an event that does not end."""
     await request.write(STREAM + b"6\r\ndata: \r\n")
     await request.pour(b"10000\r\n" + b"x" * (1 << 16) + b"\r\n")
 
 
-@serves(kind="time-out")
-@load_only
+@register_server(kind="time-out")
+@answer_load_only
 async def endless_usage(request: Request) -> None:
     """Send events without choices without end."""
     await request.write(STREAM)
@@ -245,8 +260,8 @@ async def endless_usage(request: Request) -> None:
     await request.pour(b"%x\r\n%s\r\n" % (len(event), event))
 
 
-@serves(kind="time-out")
-@load_only
+@register_server(kind="time-out")
+@answer_load_only
 async def endless_comments(request: Request) -> None:
     """Send comments without end, as fast as they are read."""
     await request.write(STREAM)
@@ -254,8 +269,8 @@ async def endless_comments(request: Request) -> None:
     await request.pour(b"%x\r\n%s\r\n" % (len(event), event))
 
 
-@serves(kind="time-out")
-@load_only
+@register_server(kind="time-out")
+@answer_load_only
 async def endless_lines_of_one_event(request: Request) -> None:
     """Send events of 100,000 lines each without end."""
     await request.write(STREAM)
@@ -263,39 +278,39 @@ async def endless_lines_of_one_event(request: Request) -> None:
     await request.pour(b"%x\r\n%s\r\n" % (len(event), event))
 
 
-@serves(kind="not HTTP")
-@load_only
+@register_server(kind="not HTTP")
+@answer_load_only
 async def endless_chunk_size(request: Request) -> None:
     """Send the length of a chunk without end."""
     await request.write(STREAM)
     await request.pour(b"0" * 8192)
 
 
-@serves(kind="not HTTP")
-@load_only
+@register_server(kind="not HTTP")
+@answer_load_only
 async def chunk_size_of_20_digits(request: Request) -> None:
     """Send a chunk that is longer than any memory."""
     await request.write(STREAM + b"f" * 20 + b"\r\n")
     await request.pour(b"data: x")
 
 
-@serves(kind="not HTTP")
-@load_only
+@register_server(kind="not HTTP")
+@answer_load_only
 async def chunk_size_negative(request: Request) -> None:
     """Send a chunk of negative length."""
     await request.write(STREAM + b"-5\r\nhello\r\n")
 
 
-@serves(kind="time-out")
-@load_only
+@register_server(kind="time-out")
+@answer_load_only
 async def endless_trailers(request: Request) -> None:
     """Send lines after the last chunk without end."""
     await request.write(STREAM + b"0\r\n")
     await request.pour(b"X-Trailer: 1\r\n" * 1000)
 
 
-@serves(kind="time-out")
-@load_only
+@register_server(kind="time-out")
+@answer_load_only
 async def silent_after_done(request: Request) -> None:
     """Send a complete stream, and never end its last chunk."""
     await request.write(STREAM)
@@ -304,23 +319,23 @@ async def silent_after_done(request: Request) -> None:
     await asyncio.sleep(3600)
 
 
-@serves(kind="time-out")
-@load_only
+@register_server(kind="time-out")
+@answer_load_only
 async def silent(request: Request) -> None:
     """Send nothing."""
     del request
     await asyncio.sleep(3600)
 
 
-@serves(kind="time-out")
-@load_only
+@register_server(kind="time-out")
+@answer_load_only
 async def head_byte_by_byte(request: Request) -> None:
     """Send a byte of a head every half second."""
     await request.drip(b"HTTP/1.1 200 OK\r\nX-Long: " + b"x" * 1000)
 
 
-@serves(kind="time-out")
-@load_only
+@register_server(kind="time-out")
+@answer_load_only
 async def event_byte_by_byte(request: Request) -> None:
     """Send a byte of an event every half second."""
     await request.write(STREAM)
@@ -329,30 +344,30 @@ async def event_byte_by_byte(request: Request) -> None:
         await asyncio.sleep(0.5)
 
 
-@serves(kind="not HTTP")
-@load_only
+@register_server(kind="not HTTP")
+@answer_load_only
 async def continues_3500_times(request: Request) -> None:
     """Send 3,500 interim heads at once, and then a right answer."""
     await request.write(CONTINUE * 3500)
     await request.stream()
 
 
-@serves(kind="not HTTP")
-@load_only
+@register_server(kind="not HTTP")
+@answer_load_only
 async def continues_without_end(request: Request) -> None:
     """Send interim heads without end."""
     await request.pour(CONTINUE * 100)
 
 
-@serves(kind="not HTTP")
-@load_only
+@register_server(kind="not HTTP")
+@answer_load_only
 async def status_of_5000_digits(request: Request) -> None:
     """Send a status that Python would not turn into a number."""
     await request.write(b"HTTP/1.1 " + b"9" * 5000 + b" OK\r\n\r\n")
 
 
-@serves(kind="no tokens")
-@load_only
+@register_server(kind="no tokens")
+@answer_load_only
 async def content_length_of_5000_digits(request: Request) -> None:
     """Send a length that Python would not turn into a number."""
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: " + b"9" * 5000
@@ -360,131 +375,131 @@ async def content_length_of_5000_digits(request: Request) -> None:
     request.writer.close()
 
 
-@serves(kind="not HTTP")
-@load_only
+@register_server(kind="not HTTP")
+@answer_load_only
 async def longer_than_its_content_length(request: Request) -> None:
     """Send more bytes than announced."""
     await request.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 5\r\n\r\n")
     await request.pour(b"data: x" * 1000)
 
 
-@serves(kind="not HTTP")
-@load_only
+@register_server(kind="not HTTP")
+@answer_load_only
 async def endless_head(request: Request) -> None:
     """Send headers without end."""
     await request.write(b"HTTP/1.1 200 OK\r\n")
     await request.pour(b"X-Header: 1\r\n" * 500)
 
 
-@serves(kind="not HTTP")
-@load_only
+@register_server(kind="not HTTP")
+@answer_load_only
 async def no_http(request: Request) -> None:
     """Send bytes of another protocol."""
     await request.write(bytes(range(256)) * 64)
 
 
-@serves(kind="closed")
-@load_only
+@register_server(kind="closed")
+@answer_load_only
 async def resets(request: Request) -> None:
     """Read the request and reset the connection."""
     request.writer.transport.abort()
 
 
-@serves(kind="compressed")
-@load_only
+@register_server(kind="compressed")
+@answer_load_only
 async def compressed(request: Request) -> None:
     """Send a compressed stream."""
     await request.write(STREAM.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n") + b"2\r\n\x1f\x8b\r\n")
     await asyncio.sleep(3600)
 
 
-@serves(kind="HTTP 301")
-@load_only
+@register_server(kind="HTTP 301")
+@answer_load_only
 async def redirects_to_60000_characters(request: Request) -> None:
     """Redirect to an address with escape sequences."""
     await request.plain(b"", 301, b"Location: http://\x1b[2J" + b"x" * 60_000 + b"\r\n")
 
 
-@serves(kind="HTTP 503", options="--client retries=3")
-@load_only
+@register_server(kind="HTTP 503", options="--client retries=3")
+@answer_load_only
 async def busy_for_1e400_seconds(request: Request) -> None:
     """Send the client away for longer than a float can hold."""
     await request.plain({"error": "busy"}, 503, b"Retry-After: " + b"9" * 400 + b"\r\n")
 
 
-@serves(kind="HTTP 500")
-@load_only
+@register_server(kind="HTTP 500")
+@answer_load_only
 async def error_of_10_megabytes(request: Request) -> None:
     """Send an error with a long body."""
     await request.plain(b"x" * (10 * MB), 500)
 
 
-@serves(kind="no stream", all_fail=False)
-@load_only
+@register_server(kind="no stream", all_fail=False)
+@answer_load_only
 async def more_answers_than_requests(request: Request) -> None:
     """Send a right answer, and another one that belongs to no request: it arrives as the answer to the next one."""
     await request.stream()
     await request.plain({"choices": [{"text": "smuggled"}]})
 
 
-@serves(path="/v1/models", refused="no complete answer came for 10 s", waits_s=10.0)
+@register_server(path="/v1/models", refused="no complete answer came for 10 s", waits_s=10.0)
 async def models_byte_by_byte(request: Request) -> None:
     """List models, a byte every half second."""
     await request.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
     await request.drip(b" ")
 
 
-@serves(path="/v1/models", refused="longer than 4,194,304 bytes")
+@register_server(path="/v1/models", refused="longer than 4,194,304 bytes")
 async def models_without_end(request: Request) -> None:
     """List models without end."""
     await request.write(b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n{"data":[')
     await request.pour(b'{"id":"m"},' * 1000)
 
 
-@serves(path="/v1/models", refused="name one with --model")
+@register_server(path="/v1/models", refused="name one with --model")
 async def models_200000(request: Request) -> None:
     """List as many models as fit into the limit."""
     await request.plain({"data": [{"id": f"{i}"} for i in range(200_000)]})
 
 
-@serves(path="/v1/models", refused="the server names no model")
+@register_server(path="/v1/models", refused="the server names no model")
 async def models_with_strange_names(request: Request) -> None:
     """List models with names that no file or terminal can have."""
     await request.plain({"data": [{"id": name} for name in ("\x1b[2J", "a\0b", "x" * 100_000, "\ud800", "")]})
 
 
-@serves(path="/v1/models")
+@register_server(path="/v1/models")
 async def model_len_1e30(request: Request) -> None:
     """Report a context length that is no number of tokens."""
     await request.plain(b'{"data":[{"id":"m","max_model_len":1e30}]}')
 
 
-@serves(path="/v1/models")
+@register_server(path="/v1/models")
 async def model_len_negative(request: Request) -> None:
     """Report a negative context length."""
     await request.plain({"data": [{"id": "m", "max_model_len": -1}]})
 
 
-@serves(path="/v1/models", refused="the server names no model")
+@register_server(path="/v1/models", refused="the server names no model")
 async def models_nested_deep(request: Request) -> None:
     """List models nested too deep for a parser."""
     await request.plain(b'{"data":' + b"[" * 200_000)
 
 
-@serves(path="/v1/models")
+@register_server(path="/v1/models")
 async def model_named_like_a_path(request: Request) -> None:
     """List a model with a name that leads out of a folder."""
     await request.plain({"data": [{"id": "../../../../tmp/.."}]})
 
 
-@serves(path="/metrics")
+@register_server(path="/metrics")
 async def metrics_of_64_megabytes(request: Request) -> None:
     """Report as many metrics as no engine has."""
     line = b'vllm:num_preemptions_total{engine="0"} 1.0\n'
     await request.plain(line * (64 * MB // len(line)))
 
 
-@serves(path="/metrics")
+@register_server(path="/metrics")
 async def metrics_of_15_megabytes(request: Request) -> None:
     """Report as many metrics as fit into the limit, of one name and of many."""
     line = b'vllm:prefix_cache_hits_total{engine="0",model="m"} 1.0\n'
@@ -492,7 +507,7 @@ async def metrics_of_15_megabytes(request: Request) -> None:
     await request.plain(line * (13 * MB // len(line)) + others)
 
 
-@serves(path="/metrics")
+@register_server(path="/metrics")
 async def metrics_in_one_line(request: Request) -> None:
     """Report a line that patterns search for long."""
     await request.plain(
@@ -500,7 +515,7 @@ async def metrics_in_one_line(request: Request) -> None:
     )
 
 
-@serves(path="/metrics")
+@register_server(path="/metrics")
 async def metrics_infinite(request: Request) -> None:
     """Report counters that are no numbers."""
     names = ("vllm:num_preemptions_total", "vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")
@@ -508,7 +523,7 @@ async def metrics_infinite(request: Request) -> None:
     await request.plain("".join(f'{n}{{engine="{v[:9]}"}} {v}\n' for n in names for v in values).encode())
 
 
-@serves(path="/metrics")
+@register_server(path="/metrics")
 async def metrics_with_26_digits(request: Request) -> None:
     """Report a KV cache that no machine has."""
     labels = f'block_size="16",num_gpu_blocks="{"9" * 26}",cache_dtype="{"x" * 9000}"'
@@ -516,27 +531,27 @@ async def metrics_with_26_digits(request: Request) -> None:
     await request.plain(f"vllm:cache_config_info{{{labels}}} 1\n{more}".encode())
 
 
-@serves(path="/metrics", waits_s=10.0)
+@register_server(path="/metrics", waits_s=10.0)
 async def metrics_byte_by_byte(request: Request) -> None:
     """Report metrics, a byte every half second."""
     await request.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n")
     await request.drip(b"#")
 
 
-@serves(path="/version")
+@register_server(path="/version")
 async def version_of_a_megabyte(request: Request) -> None:
     """Report a long version with an escape sequence."""
     await request.plain({"version": "\x1b]0;x\x07\n" + "9" * MB})
 
 
-@serves(path="/server_info")
+@register_server(path="/server_info")
 async def server_info_of_strange_values(request: Request) -> None:
     """Report values of the wrong types."""
     strange = {"tp_size": 10**4000, "dp_size": [[]] * 100_000, "dtype": "\x1b[2J" * 1000, "page_size": None}
     await request.plain(strange | {"model_path": {}, "version": 5, "max_total_num_tokens": 10**26})
 
 
-@serves(refused="do not follow the prompt", options="--endpoint chat", path="/chat/completions")
+@register_server(refused="do not follow the prompt", options="--endpoint chat", path="/chat/completions")
 async def counts_every_prompt_as_9_tokens(request: Request) -> None:
     """Accept text alone, and report the same count for all prompts."""
     if request.body.get("stream"):
@@ -545,7 +560,9 @@ async def counts_every_prompt_as_9_tokens(request: Request) -> None:
         await request.plain({"choices": [{}], "usage": {"prompt_tokens": 9, "completion_tokens": 1}})
 
 
-@serves(refused="usage.prompt_tokens is 1,000,000,000,000", options="--endpoint chat", path="/chat/completions")
+@register_server(
+    refused="usage.prompt_tokens is 1,000,000,000,000", options="--endpoint chat", path="/chat/completions"
+)
 async def counts_a_prompt_as_1e12_tokens(request: Request) -> None:
     """Accept text alone, and count more than was sent."""
     if request.body.get("stream"):
@@ -554,21 +571,21 @@ async def counts_a_prompt_as_1e12_tokens(request: Request) -> None:
         await request.plain({"choices": [{}], "usage": {"prompt_tokens": 10**12, "completion_tokens": 1}})
 
 
-@serves(refused="accepts no request")
+@register_server(refused="accepts no request")
 async def refuses_everything(request: Request) -> None:
     """Break each stream off."""
     await request.write(STREAM)
     await request.event({"error": {"message": "no"}})
 
 
-@serves(refused="no token came", waits_s=2.0)
+@register_server(refused="no token came", waits_s=2.0)
 async def trials_never_answered(request: Request) -> None:
     """Never answer, from the first request on."""
     del request
     await asyncio.sleep(3600)
 
 
-async def _read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Request:
+async def _read_request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Request:
     head = await reader.readuntil(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
     method, path, _ = lines[0].split(" ", 2)
@@ -581,10 +598,10 @@ async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     """Answer the requests of one connection."""
     with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError, RuntimeError):
         while not writer.is_closing():
-            request = await _read(reader, writer)
+            request = await _read_request(reader, writer)
             name, _, rest = request.path.lstrip("/").partition("/")
             server = SERVERS[name]
-            await (server.answer(request) if f"/{rest}".endswith(server.path) else right(request))
+            await (server.answer(request) if f"/{rest}".endswith(server.path) else answer_correctly(request))
     writer.close()
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def in_thread(server: FakeServer) -> Iterator[str]:
+def run_in_thread(server: FakeServer) -> Iterator[str]:
     """Serve in a separate loop while the block lasts, and give the address."""
     loop, ready, done = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
     urls: list[str] = []

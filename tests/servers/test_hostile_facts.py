@@ -11,7 +11,7 @@ from dcpbench import cli
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import read_records
 from tests.servers.fake_server import FakeServer, Model, Script
-from tests.servers.hostile_server import in_thread
+from tests.servers.hostile_server import run_in_thread
 
 if TYPE_CHECKING:
     import asyncio
@@ -56,7 +56,7 @@ def test_record_of_odd_server_facts_is_readable(name: str, tmp_path: Path, capsy
     """Whatever the outcome of the point is, show, report and records check read its record."""
     run = str(tmp_path / "run")
     words = f"server --device cpu --tp 8 --concurrency 2 --num-requests 4 --input-tokens 20 --output-tokens 4 -o {run}"
-    with in_thread(Odd(**SERVERS[name])) as url:
+    with run_in_thread(Odd(**SERVERS[name])) as url:
         code = called(*words.split(), "--client", "processes=1", "--url", url)
     err = capsys.readouterr().err
     assert "Traceback" not in err

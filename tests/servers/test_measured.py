@@ -172,8 +172,8 @@ def test_duration_of_a_load_is_measured_from_its_start() -> None:
 def test_progress_events_have_the_summary_or_the_failure_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = serve_record_builder.run()[0]
-    bad = record_builder.failed(good.point)
+    good = serve_record_builder.make_run()[0]
+    bad = record_builder.make_failed_record(good.point)
     records = iter([(good, None), (bad, None), (bad, KeyboardInterrupt())])
     monkeypatch.setattr(measure, "measure_point", lambda *_: next(records))
     seen: list[Progress] = []

@@ -214,7 +214,7 @@ def test_replay_serves_the_same_requests_at_the_same_times(name: str, tmp_path: 
     assert [r.output_tokens for r in requests] == case.answers
     prompts = [r.prompt.tolist() for r in requests]
     assert [count_common(a, b) for a, b in itertools.pairwise(prompts)] == case.shared
-    scheduler = Scheduler(virtual_serving.config(pages=20_000, chunk=8192, max_requests=4))
+    scheduler = Scheduler(virtual_serving.make_config(pages=20_000, chunk=8192, max_requests=4))
     samples = replay_requests(requests, scheduler, None, Fixed(1.0)).traffic.samples
     assert [s.submitted_s for s in samples] == pytest.approx(case.arrivals, abs=1e-9)
     assert all(s.is_finished for s in samples)
@@ -243,7 +243,7 @@ class TestSessions:
         spec = read(tmp_path, SESSIONS, mode="replay")
         load = get_load(spec)
         requests = make_requests(load, 10_000, tmp_path / "requests.data")
-        scheduler = Scheduler(virtual_serving.config(pages=2_000, max_requests=4))
+        scheduler = Scheduler(virtual_serving.make_config(pages=2_000, max_requests=4))
         traffic = replay_requests(requests, scheduler, None, Fixed(1.0)).traffic
         found = {number: sample.submitted_s for number, sample in traffic.sample_of.items()}
         ends = {number: sample.token_s[-1] for number, sample in traffic.sample_of.items()}

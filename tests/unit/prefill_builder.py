@@ -31,12 +31,12 @@ class Prompt:
         return cls(tokens, engine.add_request(len(tokens)))
 
 
-def prompt_tokens(number: int, length: int) -> list[int]:
+def make_prompt_tokens(number: int, length: int) -> list[int]:
     """Return token ids that distinguish positions and requests."""
     return [(37 * number + 11 * i + 5) % 199 for i in range(length)]
 
 
-def step(
+def run_step(
     engine: DecodeEngine,
     prefiller: Prefiller,
     decodes: list[Prompt],
@@ -88,7 +88,7 @@ def step(
     return logits
 
 
-def decoded(engine: DecodeEngine, prefiller: Prefiller, tokens: list[int]) -> torch.Tensor:
+def decode_prompt(engine: DecodeEngine, prefiller: Prefiller, tokens: list[int]) -> torch.Tensor:
     """Return logits [tokens, vocab] of a prompt that is fed token by token."""
     prompt = Prompt.admit(engine, tokens)
-    return torch.cat([step(engine, prefiller, [prompt], []) for _ in tokens])
+    return torch.cat([run_step(engine, prefiller, [prompt], []) for _ in tokens])

@@ -26,7 +26,7 @@ NOTHING = 0  # value of a row that was never written
 WRONG = -1  # value of the row of a rejected draft, which must not be read
 
 
-def request(number: int, prompt: list[int] | int, output: int = 1, arrival_s: float | None = None) -> ServeRequest:
+def make_request(number: int, prompt: list[int] | int, output: int = 1, arrival_s: float | None = None) -> ServeRequest:
     """Return a request; a prompt given as its length has tokens that no other request has."""
     tokens = [1000 * (number + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     return ServeRequest(
@@ -34,7 +34,7 @@ def request(number: int, prompt: list[int] | int, output: int = 1, arrival_s: fl
     )
 
 
-def config(**changes: object) -> SchedulerConfig:
+def make_config(**changes: object) -> SchedulerConfig:
     """Return one replica of 8 pages and the padding page, with pages of 2 tokens on 2 ranks and chunks of 8 tokens."""
     usual: dict[str, object] = {
         "replicas": 1,

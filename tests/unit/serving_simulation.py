@@ -67,7 +67,7 @@ class Simulation:
         if step is None:
             assert not self.scheduler.unfinished
             return None
-        assert signature(step) == signature(other), "ranks decide the same"
+        assert make_signature(step) == make_signature(other), "ranks decide the same"
         self.check_rules(step, before)
         for device, replica, todo in zip(self.devices, self.scheduler.replicas, step.replicas, strict=True):
             device.run(todo)
@@ -121,7 +121,9 @@ class Simulation:
                 assert chunk.stop % page == 0 or chunk.stop == left
                 assert chunk.samples == (chunk.stop == left)
             assert sum(c.tokens for c in todo.chunks) <= self.config.chunk
-            ready = [s for s, computed, _ in running if s not in preempted and computed == known_tokens(device, s) - 1]
+            ready = [
+                s for s, computed, _ in running if s not in preempted and computed == count_known_tokens(device, s) - 1
+            ]
             if self.config.policy == PREFILL_FIRST and step.has_chunks:
                 ready = []
             assert [id(s) for s in todo.decodes] == [id(s) for s in ready], "all that can decode do"
@@ -147,12 +149,12 @@ class Simulation:
         assert min(self.steps_left, self.prefills_left) >= 0
 
 
-def known_tokens(device: Device, sequence: Sequence) -> int:
+def count_known_tokens(device: Device, sequence: Sequence) -> int:
     """Return the number of tokens of a running sequence that are known before a step."""
     return len(device.at[sequence.slot].tokens)
 
 
-def signature(step: Step) -> tuple[object, ...]:
+def make_signature(step: Step) -> tuple[object, ...]:
     """Return a step as plain numbers."""
     return (
         step.number,

@@ -58,7 +58,7 @@ class Run:
         return max(end for _, end in self.work) - min(start for start, _ in self.work) if self.work else 0
 
 
-def run(program: Sequence[Step], *, without: Collection[int] = ()) -> Run:
+def run_program(program: Sequence[Step], *, without: Collection[int] = ()) -> Run:
     """Run the program; the host does not wait in the steps `without`."""
     now = 0
     done = Run({}, {}, [], [])
@@ -74,14 +74,14 @@ def run(program: Sequence[Step], *, without: Collection[int] = ()) -> Run:
             streams[step.stream] = ready + max(1, step.length)
             done.work.append((ready, streams[step.stream]))
         if step.do != "launch" and number not in without:
-            until = max([now, *_waited_for(step, streams, done)]) + RETURN
+            until = max([now, *_list_ends(step, streams, done)]) + RETURN
             done.waits[number] = (now, until)
             done.dry[number] = all(end <= now for _, end in done.work)
             now = until
     return done
 
 
-def _waited_for(step: Step, streams: dict[int, int], done: Run) -> list[int]:
+def _list_ends(step: Step, streams: dict[int, int], done: Run) -> list[int]:
     """Return the end times of the work that a step waits for."""
     if step.do == "device":
         return list(streams.values())
@@ -98,7 +98,7 @@ CALLS = {
 }
 
 
-def traced(program: Sequence[Step], done: Run) -> Trace:
+def make_trace(program: Sequence[Step], done: Run) -> Trace:
     """Return the trace that a profiler would write; waits are in the order of `done.waits`."""
     trace = Trace()
     pieces = iter(zip(done.launches, done.work, strict=True))

@@ -19,7 +19,7 @@ from dcpbench.bench.shown.bench_table import format_legend, make_table
 from dcpbench.bench.shown.pictures import select_spaced, write_picture
 from dcpbench.points.roofline import OperatorCost, compute_floor_us
 from dcpbench.records.record import Environment
-from tests.unit.bench_builder import timing
+from tests.unit.bench_builder import make_timing
 
 LIMITS = {"read": 4e12, "copy": 2e12, "matmul": 800e12, "peer": 400e9, "barrier": 3e-6}
 UNITS = {"read": "B/s", "copy": "B/s", "matmul": "FLOP/s", "peer": "B/s", "barrier": "s"}
@@ -33,7 +33,7 @@ def result(variant: str, us: float, work: OperatorCost, **sizes) -> Result:
         correct=True,
         error=1e-3,
         work=work,
-        graph=Graph(time=timing(us), correct=True),
+        graph=Graph(time=make_timing(us), correct=True),
         floor_us=compute_floor_us(work, LIMITS),
         bytes_s=work.memory_bytes / us * 1e6 or None,
         flop_s=work.flops / us * 1e6 or None,
@@ -138,7 +138,7 @@ class TestSentences:
         """13 ms with the buffer of the pool, 44 ms with one allocated at run time."""
         sizes = {"requests": 16, "tokens": 4194304, "buffer": "outgrown", "pool_bytes": 4 << 30}
         r = result("nccl", 13_000, OperatorCost(received_bytes=3 << 30, barriers=1), **sizes)
-        findings = describe_findings(record("kv-gather", Result(**(get_fields(r) | {"time": timing(44_000)}))))
+        findings = describe_findings(record("kv-gather", Result(**(get_fields(r) | {"time": make_timing(44_000)}))))
         assert findings[-1] == (
             "nccl outgrows the pool of 4 GiB at requests 16, tokens 4,194,304: allocating a buffer at run time makes a "
             "call of 13,000 µs take 44,000 µs."
@@ -260,7 +260,7 @@ class TestPictures:
                             "nccl", 10, OperatorCost(received_bytes=t, barriers=1), requests=1, tokens=t, buffer=buffer
                         )
                     )
-                    | {"time": timing(20)}
+                    | {"time": make_timing(20)}
                 )
             )
             for t, buffer in ((1000, "pool"), (1000, "plain"), (9000, "outgrown"))

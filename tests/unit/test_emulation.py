@@ -363,7 +363,7 @@ def test_served_load_is_replayed_with_step_times_of_an_emulated_rank(
 
 def test_step_times_are_replayed_without_the_machine_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """The network time was modelled when the steps were measured."""
-    point = served.point(served.DCP, changed={"mode": "replay"}, dtype="bf16", emulate="/gone/machine.toml")
+    point = served.make_point(served.DCP, changed={"mode": "replay"}, dtype="bf16", emulate="/gone/machine.toml")
     machine = validate.Machine(probe=make_planned_probe("H200", 8))
     with pytest.raises(UsageError, match=r"/gone/machine\.toml: No such file"):
         validate.check_runnable(point, Settings(), SHAPES[point.model], machine)

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def point(layout: Layout, ep: str, emulate: str = "") -> Point:
-    return msgspec.structs.replace(build.point(layout, ep=ep), dtype="bf16", emulate=emulate)
+    return msgspec.structs.replace(build.make_point(layout, ep=ep), dtype="bf16", emulate=emulate)
 
 
 def make_step(ep: str, ms: float, emulate: str = "") -> Record:
     """Return a record of tp2 with this placement of experts, live or emulated."""
-    record = build.ok(point(Layout(2), ep, emulate))
+    record = build.make_ok_record(point(Layout(2), ep, emulate))
     assert record.metrics is not None
     metrics = msgspec.structs.replace(
         record.metrics, step_ms=msgspec.structs.replace(record.metrics.step_ms, median=ms)
@@ -53,7 +53,7 @@ def test_name_of_attention_dp_layout_has_expert_parallel_degree() -> None:
 
 def with_gaps(record: Record, gap_us: float, kernels: int = 2000) -> Record:
     """Return the record with a profiled step of 20 ms with these gaps between its kernels."""
-    phases = build.phases(20.0, Layout(2))
+    phases = build.make_phases(20.0, Layout(2))
     return msgspec.structs.replace(
         record, phases=msgspec.structs.replace(phases, idle_us=gap_us * kernels, kernels=kernels, step_us=20_000.0)
     )

@@ -17,7 +17,7 @@ from tests.unit import engine_files_builder as files
 if TYPE_CHECKING:
     from pathlib import Path
 
-VLLM, SGLANG = files.vllm(), files.sglang()
+VLLM, SGLANG = files.make_vllm_result(), files.make_sglang_result()
 
 
 def import_error(tmp_path: Path, content: str | bytes, engine: str = "vllm") -> str:
@@ -117,7 +117,7 @@ class TestOtherFiles:
 
     def test_result_without_output_tokens_is_refused(self, tmp_path: Path) -> None:
         """Benchmarks of embeddings have no such field."""
-        result = {n: v for n, v in files.without_details(VLLM).items() if n != "total_output_tokens"}
+        result = {n: v for n, v in files.remove_details(VLLM).items() if n != "total_output_tokens"}
         assert "total_output_tokens" in import_error(tmp_path, json.dumps(result))
 
 
@@ -125,7 +125,7 @@ class TestValues:
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0], ids=str)
     @pytest.mark.parametrize("name", ["duration", "mean_ttft_ms", "p99_itl_ms", "burstiness", "request_goodput"])
     def test_nan_infinite_and_negative_numbers_are_refused(self, name: str, value: float, tmp_path: Path) -> None:
-        assert name in import_error(tmp_path, line(files.without_details(VLLM), **{name: value}))
+        assert name in import_error(tmp_path, line(files.remove_details(VLLM), **{name: value}))
 
     @pytest.mark.parametrize("name", ["ttfts", "itls", "latencies", "start_times"])
     def test_nan_in_lists_of_requests_is_refused(self, name: str, tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ class TestValues:
         assert name in import_error(tmp_path, line(VLLM, **{name: values}))
 
     def test_inferencex_time_above_the_largest_float_is_refused(self, tmp_path: Path) -> None:
-        row = files.inferencex()
+        row = files.make_inferencex_row()
         name = next(key for key in row if key.startswith("median_") and isinstance(row[key], float))
-        path = files.file(tmp_path, {**row, name: 10**400})
+        path = files.write_file(tmp_path, {**row, name: 10**400})
         with pytest.raises(RecordsError, match=f"{name}_ms is inf, which is no time"):
             import_files([path], "inferencex", tmp_path / "run", Overrides())
 
@@ -152,7 +152,7 @@ class TestValues:
         )
 
     def test_run_without_duration_is_refused(self, tmp_path: Path) -> None:
-        assert "took no time" in import_error(tmp_path, line(files.without_details(VLLM), duration=0.0))
+        assert "took no time" in import_error(tmp_path, line(files.remove_details(VLLM), duration=0.0))
 
     def test_text_in_place_of_a_number_is_refused(self, tmp_path: Path) -> None:
         assert "duration" in import_error(tmp_path, line(VLLM, duration="long"))
@@ -175,7 +175,7 @@ class TestValues:
     @pytest.mark.parametrize("engine", ["vllm", "sglang"])
     def test_durations_that_overflow_are_refused(self, engine: str, tmp_path: Path) -> None:
         """JSON's 1e400 is read as infinity; a duration of 5e-324 s gives an infinite rate."""
-        result = files.without_details(VLLM if engine == "vllm" else SGLANG)
+        result = files.remove_details(VLLM if engine == "vllm" else SGLANG)
         text = line(result, duration="HERE")
         assert "duration is inf" in import_error(tmp_path, text.replace('"HERE"', "1e400"), engine)
         assert "output_tok_s would be inf" in import_error(tmp_path, text.replace('"HERE"', "5e-324"), engine)
@@ -188,7 +188,7 @@ class TestValues:
         assert "took no time" in import_error(tmp_path, text)
 
     def test_tpot_that_gives_an_infinite_rate_are_refused(self, tmp_path: Path) -> None:
-        result = files.without_details(VLLM)
+        result = files.remove_details(VLLM)
         assert "tok_s_per_user would be inf" in import_error(
             tmp_path, line(result, median_tpot_ms=5e-324, mean_tpot_ms=5e-324)
         )
@@ -216,22 +216,24 @@ class TestValues:
         assert "1,000 parameters" in import_error(tmp_path, line(VLLM, **many))
 
     def test_unread_fields_are_listed_short_and_printable(self, tmp_path: Path) -> None:
-        path = files.file(tmp_path, files.vllm(**{"\x1b[31m" + "x" * 10_000: 1, **{f"f{i}": 1 for i in range(50)}}))
+        path = files.write_file(
+            tmp_path, files.make_vllm_result(**{"\x1b[31m" + "x" * 10_000: 1, **{f"f{i}": 1 for i in range(50)}})
+        )
         note = import_files([path], "vllm", tmp_path / "run", Overrides()).notes[-1]
         assert "and 46 more" in note
         assert "\x1b" not in note
         assert len(note) < 1000
 
     def test_counts_above_the_limit_are_refused(self, tmp_path: Path) -> None:
-        assert "above 1e+15" in import_error(tmp_path, line(files.without_details(VLLM), total_output_tokens=10**30))
+        assert "above 1e+15" in import_error(tmp_path, line(files.remove_details(VLLM), total_output_tokens=10**30))
 
     def test_model_name_of_ten_million_characters_is_refused(self, tmp_path: Path) -> None:
         assert "10,000,000 characters" in import_error(
-            tmp_path, line(files.without_details(VLLM), model_id="x" * 10_000_000)
+            tmp_path, line(files.remove_details(VLLM), model_id="x" * 10_000_000)
         )
 
     def test_hostile_model_name_does_not_escape_the_folder(self, tmp_path: Path) -> None:
-        path = files.file(tmp_path, files.vllm(model_id="../../<script>\x1b[31m"))
+        path = files.write_file(tmp_path, files.make_vllm_result(model_id="../../<script>\x1b[31m"))
         import_files([path], "vllm", tmp_path / "run", Overrides())
         (record,) = read_records(tmp_path / "run")
         assert record.point.model == "../../<script>\x1b[31m"
@@ -239,7 +241,7 @@ class TestValues:
         assert (tmp_path / "run" / record.serve.samples_file).resolve().is_relative_to((tmp_path / "run").resolve())
 
     def test_bad_file_prevents_the_import_of_good_files(self, tmp_path: Path) -> None:
-        good = files.file(tmp_path, VLLM, name="good.json")
+        good = files.write_file(tmp_path, VLLM, name="good.json")
         bad = tmp_path / "bad.json"
         bad.write_text("{")
         with pytest.raises(RecordsError, match=r"bad\.json"):
@@ -273,7 +275,7 @@ JSON = st.recursive(
 @example(name="random_input_len", value=1_000_000_001, engine="sglang")
 def test_any_value_in_any_field_gives_a_record_or_an_error(name: str, value: Any, engine: str, tmp_path: Path) -> None:
     result = (VLLM if engine == "vllm" else SGLANG) | {name: value}
-    path = files.file(tmp_path, result)
+    path = files.write_file(tmp_path, result)
     try:
         import_files([path], engine, tmp_path / "run", Overrides(model="m"), force=True)
     except DcpbenchError as e:
@@ -294,7 +296,7 @@ def test_any_value_of_a_routed_server_gives_a_record_or_an_error(
 ) -> None:
     server = {"model_path": "m", "tp_size": 4}
     result = SGLANG | {"server_info": {"prefill": [server], "decode": [server]} | {kind: [server | {name: value}]}}
-    path = files.file(tmp_path, result)
+    path = files.write_file(tmp_path, result)
     try:
         import_files([path], "sglang", tmp_path / "run", Overrides(), force=True)
     except DcpbenchError as e:

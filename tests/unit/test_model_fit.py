@@ -43,11 +43,13 @@ def write_run(folder: Path, held: int) -> Path:
     """Write a run of tp4 and tp4·dcp4 that holds this many of 61 layers."""
     found = []
     for dcp in (1, 4):
-        record = record_builder.ok(record_builder.point(tp=4, dcp=dcp, exchange="none" if dcp == 1 else "ag_rs"))
+        record = record_builder.make_ok_record(
+            record_builder.make_point(tp=4, dcp=dcp, exchange="none" if dcp == 1 else "ag_rs")
+        )
         assert record.conditions is not None
         conditions = msgspec.structs.replace(record.conditions, layers=61, layers_held=held)
         found.append(msgspec.structs.replace(record, conditions=conditions))
-    return record_builder.write(folder, found)
+    return record_builder.write_records(folder, found)
 
 
 def test_report_show_compare_and_dashboard_begin_with_the_note(tmp_path: Path) -> None:

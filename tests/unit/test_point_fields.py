@@ -111,13 +111,13 @@ def changed(point: Point, name: str) -> Point:
 
 def as_repeats(tmp_path: Path, *records: Record) -> dataframes.Frames:
     """Return frames of runs with one record each, read as repeats of one sweep."""
-    folders = [build.write(tmp_path / f"run-{i}", [record]) for i, record in enumerate(records)]
+    folders = [build.write_records(tmp_path / f"run-{i}", [record]) for i, record in enumerate(records)]
     return dataframes.load_frames(folders, as_repeats=True)
 
 
 def served(point: Point, **settings: Any) -> Record:
     """Return a served record of any point."""
-    plain = serve.served(serve.point(serve.TP))
+    plain = serve.make_served_record(serve.make_point(serve.TP))
     return msgspec.structs.replace(plain, point=point, measured_with=plain.measured_with | settings)
 
 
@@ -183,16 +183,16 @@ class TestComparisons:
         )
 
     def make_exchange_pair(self) -> tuple[Record, Record]:
-        return build.ok(build.point(DCP)), build.ok(build.point(DCP, exchange="symm"))
+        return build.make_ok_record(build.make_point(DCP)), build.make_ok_record(build.make_point(DCP, exchange="symm"))
 
     def make_decode_pair(self) -> tuple[Record, Record]:
-        return build.ok(build.point(Layout(8))), build.ok(build.point(DCP))
+        return build.make_ok_record(build.make_point(Layout(8))), build.make_ok_record(build.make_point(DCP))
 
     def make_served_pair(self) -> tuple[Record, Record]:
-        return served(serve.point(Layout(8))), served(serve.point(DCP))
+        return served(serve.make_point(Layout(8))), served(serve.make_point(DCP))
 
     def make_replay_pair(self) -> tuple[Record, Record]:
-        live = served(serve.point(DCP))
+        live = served(serve.make_point(DCP))
         return live, served(changed(live.point, "mode"))
 
     @pytest.mark.parametrize("name", fields(Point, "load", "repeat", *HOW_EXCHANGED))
@@ -224,7 +224,7 @@ class TestComparisons:
         self, setting: dict[str, Any], tmp_path: Path
     ) -> None:
         """Such points are not repeats, baselines or rivals, and are not compared as replay and live run."""
-        alone, split = served(serve.point(Layout(8)), **setting), served(serve.point(DCP))
+        alone, split = served(serve.make_point(Layout(8)), **setting), served(serve.make_point(DCP))
         assert self.get_verdict(as_repeats(tmp_path / "baseline", alone, split)) == "no baseline"
         read = as_repeats(tmp_path / "rivals", alone, split)
         assert findings.find_best_per_load(findings.select_timed(read.everything)).empty
@@ -244,11 +244,11 @@ class TestLabels:
 
     @pytest.mark.parametrize("name", fields(Point, "load", "repeat", *HOW_EXCHANGED))
     def test_points_that_differ_have_different_labels(self, name: str, tmp_path: Path) -> None:
-        self.check_labels_differ(build.ok(build.point(DCP, **SENDS)), name, tmp_path)
+        self.check_labels_differ(build.make_ok_record(build.make_point(DCP, **SENDS)), name, tmp_path)
 
     @pytest.mark.parametrize("name", HOW_EXCHANGED)
     def test_exchanges_that_differ_have_different_labels(self, name: str, tmp_path: Path) -> None:
-        self.check_labels_differ(build.ok(build.point(DCP)), name, tmp_path)
+        self.check_labels_differ(build.make_ok_record(build.make_point(DCP)), name, tmp_path)
 
     @pytest.mark.parametrize("name", fields(Load, "trace_facts"))
     def test_loads_that_differ_have_different_labels(self, name: str, tmp_path: Path) -> None:
@@ -256,20 +256,20 @@ class TestLabels:
         loop = {"arrival": "gamma", "request_rate": 2.0, "prefix_share": 0.25, "prefix_groups": 2, "turns": "3"}
         if name.startswith("trace"):
             loop |= {"trace": "a.jsonl", "trace_sha256": "def", "trace_reading": "format=mooncake"}
-        self.check_labels_differ(served(serve.point(DCP, changed=loop)), name, tmp_path)
+        self.check_labels_differ(served(serve.make_point(DCP, changed=loop)), name, tmp_path)
 
     @pytest.mark.parametrize("name", fields(Point, "load"))
     def test_points_of_a_sweep_that_differ_have_different_names(self, name: str) -> None:
         """The progress bar, comparisons and --dry-run use these names; fields with one value for a whole run are not in
         them.
         """
-        point = build.point(DCP)
+        point = build.make_point(DCP)
         same = grid.format_point_name(point) == grid.format_point_name(changed(point, name))
         assert same == (name in ("workload", *(axis.name for axis in HOW if axis.one)))
 
     @pytest.mark.parametrize("name", [*fields(Point, "load", "repeat"), *(a.name for a in LOAD_AXES if a.label)])
     def test_lines_of_a_dashboard_that_differ_have_different_names(self, name: str) -> None:
-        point = serve.point(DCP)
+        point = serve.make_point(DCP)
         names = [
             series.describe_line(line) for line in series.collect_lines([served(point), served(changed(point, name))])
         ]
@@ -291,14 +291,14 @@ class TestLabels:
         self, placed: list[tuple[int, int, str]], labels: list[str], tmp_path: Path
     ) -> None:
         """With attention data parallelism the name always has the degree; without it only if two points differ in it."""
-        records = [build.ok(build.point(Layout(tp, dp), ep=ep)) for tp, dp, ep in placed]
+        records = [build.make_ok_record(build.make_point(Layout(tp, dp), ep=ep)) for tp, dp, ep in placed]
         assert sorted(as_repeats(tmp_path, *records).points["label"]) == labels
 
     def test_name_of_a_point_has_its_expert_parallel_degree(self) -> None:
         """The degree is a separate part without attention data parallelism, and belongs to the layout with it; an
         unknown degree is left out.
         """
-        points = [build.point(Layout(8, dp), ep=ep) for dp in (1, 8) for ep in ("1", "tp", UNKNOWN)]
+        points = [build.make_point(Layout(8, dp), ep=ep) for dp in (1, 8) for ep in ("1", "tp", UNKNOWN)]
         found = [
             point.format_changed_fields(COMPUTES, but=Role.EXCHANGE)[0].removesuffix("flashinfer") for point in points
         ]
@@ -320,19 +320,19 @@ class TestSharing:
 
     @pytest.mark.parametrize("name", fields(Point, *RUN_FIELDS, *DEPLOYED, *ASSUMED, *IMPORTED))
     def test_engine_or_path_differs_with_every_field_that_computes(self, name: str) -> None:
-        point = build.point(DCP)
+        point = build.make_point(DCP)
         other = changed(point, name)
         assert not (budget.is_same_engine(point, other) and budget.is_same_path(point, other))
 
     @pytest.mark.parametrize("name", [*fields(Point, *RUN_FIELDS, *DEPLOYED, *ASSUMED, *IMPORTED), "prefill"])
     def test_engine_path_of_step_times_differs_with_every_field(self, name: str) -> None:
-        point = serve.point(DCP)
+        point = serve.make_point(DCP)
         assert get_engine_path(point) != get_engine_path(changed(point, name))
 
     @pytest.mark.parametrize("name", DEPLOYED)
     def test_all_instances_have_the_same_engine(self, name: str) -> None:
         """Step times of one instance therefore apply to any number."""
-        point = serve.point(DCP)
+        point = serve.make_point(DCP)
         other = changed(point, name)
         assert budget.is_same_engine(point, other)
         assert get_engine_path(point) == get_engine_path(other)
@@ -343,19 +343,22 @@ class TestTables:
 
     @pytest.mark.parametrize("name", [axis.name for axis in AXES])
     def test_exported_table_has_a_column_for_each_field(self, name: str) -> None:
-        point = build.point(DCP)
+        point = build.make_point(DCP)
         rows = csv_table.build_rows(
-            [measured_points.MeasuredPoint("run", Path(), build.ok(p)) for p in (point, changed(point, name))],
+            [
+                measured_points.MeasuredPoint("run", Path(), build.make_ok_record(p))
+                for p in (point, changed(point, name))
+            ],
         )
         assert rows[0][name] != rows[1][name]
 
     def test_dry_run_table_has_degrees_and_fields_of_the_path(self) -> None:
-        (row,) = grid.make_table([grid.Candidate(point=build.point(DCP))])
+        (row,) = grid.make_table([grid.Candidate(point=build.make_point(DCP))])
         assert {*DEGREES, *(axis.name for axis in select_point_axes(Role.PATH))} <= set(row)
 
     def test_page_has_a_filter_for_each_titled_field(self, tmp_path: Path) -> None:
         """The data of the page has a column for each filter."""
-        read = as_repeats(tmp_path, served(changed(serve.point(DCP), "settings")))
+        read = as_repeats(tmp_path, served(changed(serve.make_point(DCP), "settings")))
         titled = {axis.name for axis in (*AXES, *LOAD_AXES) if axis.title}
         assert titled <= set(build_page_data(read)["columns"])
         assert titled <= set(build_page_data(read)["filters"])
@@ -364,7 +367,7 @@ class TestTables:
     @pytest.mark.parametrize("name", [axis.name for axis in HOW if axis.one])
     def test_settings_of_a_run_contain_fields_with_one_value_for_all(self, name: str) -> None:
         """A run with another value cannot be resumed."""
-        point = build.point(DCP)
+        point = build.make_point(DCP)
         now = [list_settings([p], Settings(), "cuda") for p in (point, changed(point, name))]
         assert {option for option in now[0] if now[0][option] != now[1][option]} == {format_field(name)}
 
@@ -372,7 +375,7 @@ class TestTables:
 class TestCommands:
     @pytest.mark.parametrize("name", fields(Point, "workload", "load", "repeat", *IMPORTED))
     def test_command_of_a_point_contains_every_field(self, name: str) -> None:
-        point = build.point(DCP)
+        point = build.make_point(DCP)
         assert self.build_command_of(point) != self.build_command_of(changed(point, name))
 
     @pytest.mark.parametrize("name", fields(Load, "trace_sha256", "trace_facts", "paced"))
@@ -386,7 +389,7 @@ class TestCommands:
             "turns": "3",
             **({"trace": "a.jsonl"} if name == "trace_reading" else {}),
         }
-        point = serve.point(DCP, changed=dict(loop))
+        point = serve.make_point(DCP, changed=dict(loop))
         assert self.build_command_of(point) != self.build_command_of(changed(point, name))
 
     def build_command_of(self, point: Point) -> str:
@@ -400,8 +403,8 @@ def test_report_keeps_loads_of_files_and_agents(tmp_path: Path) -> None:
     facts = TraceFacts(sessions=3, span_s=2.5, prefix_share=0.9)
     agents = {"turns": "4", "think_time": "lognormal:1.2:0.8", "system_tokens": 80, "branch": 0.25}
     points = [
-        serve.point(DCP, changed={"trace": "a.jsonl", "arrival": "trace", "trace_facts": facts}),
-        serve.point(DCP, changed=agents),
+        serve.make_point(DCP, changed={"trace": "a.jsonl", "arrival": "trace", "trace_facts": facts}),
+        serve.make_point(DCP, changed=agents),
     ]
     frames = as_repeats(tmp_path, *(served(point) for point in points))
     assert {point.load for point in page_points.build_points(frames.served)} == {point.load for point in points}

@@ -1122,7 +1122,7 @@ def test_published_terms_name_their_sources() -> None:
 
 def load(**given: object) -> PointLoad:
     """Return a closed loop of 16 requests, 1,000 tokens in and 20 out."""
-    return serve_record_builder.load(**({"requests": 16, "input_tokens": "1000", "output_tokens": "20"} | given))
+    return serve_record_builder.make_load(**({"requests": 16, "input_tokens": "1000", "output_tokens": "20"} | given))
 
 
 @pytest.mark.parametrize(
@@ -1152,7 +1152,7 @@ def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advis
     path = step_times_builder.make_path(
         model="deepseek-v3", tp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="none"
     )
-    times = step_times_builder.step_times(path=path)
+    times = step_times_builder.make_step_times(path=path)
     query = dataclasses.replace(make_query("H200"), cycled=True)
     steps = estimate.load_published_steps()
     tp4 = [Layout(4)]
@@ -1227,7 +1227,9 @@ def test_load_beyond_the_step_times_is_estimated_from_floors() -> None:
     assert choice.short["tp4"].startswith("times.json: no step time is known")
     unknowns = answer_formats.list_unknowns(make_query("H200"), [choice], estimate.load_published_steps())
     assert any(text.startswith(f"tp4 at {choice.name} is estimated: times.json: ") for text in unknowns)
-    times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
+    times = step_times_builder.make_step_times(
+        path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16")
+    )
     served = point(concurrency=1, context=100_020, load=load(input_tokens="100000", requests=2))
     reason = advise._replay_point(make_query("H200"), served, "times.json", times)
     assert isinstance(reason, str)
@@ -1237,14 +1239,18 @@ def test_load_beyond_the_step_times_is_estimated_from_floors() -> None:
 @pytest.mark.parametrize("other", [{"tp": 8}, {"dcp": 4}, {"load": None}])
 def test_step_times_of_another_layout_are_not_used(other: dict[str, object]) -> None:
     """Step times do not forecast a decode point either."""
-    times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
+    times = step_times_builder.make_step_times(
+        path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16")
+    )
     served = point(**({"load": load(), "context": 1020} | other))
     assert advise._replay_point(make_query("H200"), served, "times.json", times) is None
 
 
 def test_long_replay_reports_its_number_of_steps() -> None:
     """20 consecutive requests of 20 tokens are at least 400 steps; progress is reported every 250 steps."""
-    times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
+    times = step_times_builder.make_step_times(
+        path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16")
+    )
     served = point(concurrency=1, context=1020, load=load(requests=20))
     messages: list[str] = []
     assert isinstance(advise._replay_point(make_query("H200"), served, "times.json", times, messages.append), Forecast)
@@ -1274,7 +1280,7 @@ def test_step_times_of_another_query_are_left_out_with_a_reason(
     of = step_times_builder.make_path(
         **({"model": "deepseek-v3", "tp": 4, "dtype": "bf16", "backend": "flashinfer"} | path)
     )
-    times = step_times_builder.step_times(path=of, device=device)
+    times = step_times_builder.make_step_times(path=of, device=device)
     query = dataclasses.replace(make_query("H200"), loads=loads)
     kept, notes = advise._select_step_times(query, advise.Evidence(times={"times.json": times}))
     assert list(kept) == ([] if reason else ["times.json"])
@@ -1556,7 +1562,9 @@ def test_margin_of_record_and_estimate_includes_both_bands() -> None:
 def test_folder_of_runs_is_read_as_its_runs(tmp_path: Path) -> None:
     """`compare` reads folders in the same way; a folder without any run and an empty run are errors with a suggestion."""
     for name in ("a", "b"):
-        record_builder.write(tmp_path / "runs" / name, [record_builder.ok(record_builder.point())])
+        record_builder.write_records(
+            tmp_path / "runs" / name, [record_builder.make_ok_record(record_builder.make_point())]
+        )
     found = command._load_evidence([tmp_path / "runs", tmp_path / "runs" / "b"])
     assert [run.folder.name for run in found.runs] == ["a", "b"]
     (tmp_path / "empty").mkdir()

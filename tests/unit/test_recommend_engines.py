@@ -17,7 +17,7 @@ from dcpbench.records.record import Environment
 from dcpbench.serving.engine_cases import EngineExtent, make_engine_cases
 from dcpbench.serving.step_times import EngineServer, MeasuredCase, StepTimes, get_engine_path
 from tests.unit import serve_record_builder
-from tests.unit.step_times_builder import HONESTY, true_ms
+from tests.unit.step_times_builder import CONDITIONS, compute_true_ms
 from tests.unit.test_recommend import choose_one, load, make_query
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ def server_times(point: Point, layers: int = 0) -> StepTimes:
     cases = make_engine_cases(EngineExtent.from_points([point], ENGINE))
     return StepTimes(
         path=get_engine_path(point),
-        cases=[MeasuredCase(case=case, samples_ms=[true_ms(case.compute_work())]) for case in cases],
+        cases=[MeasuredCase(case=case, samples_ms=[compute_true_ms(case.compute_work())]) for case in cases],
         launch_ms=0.0,
         measuring_s=1.0,
-        conditions=msgspec.structs.replace(HONESTY, layers=layers, layers_held=layers),
+        conditions=msgspec.structs.replace(CONDITIONS, layers=layers, layers_held=layers),
         environment=Environment(device="NVIDIA H200", device_count=4),
         engine=ENGINE,
     )
@@ -105,7 +105,7 @@ def test_step_times_of_all_layers_are_used() -> None:
 def test_record_of_a_server_counts_and_names_its_engine() -> None:
     """The chunk size of a server is the engine's own, which no record contains."""
     point = server_point("deepseek-v3")
-    served = serve_record_builder.served(serve_record_builder.point(Layout(4)))
+    served = serve_record_builder.make_served_record(serve_record_builder.make_point(Layout(4)))
     record = msgspec.structs.replace(served, point=point, origin="engine vllm 0.26.0")
     assert record.environment is not None
     record = msgspec.structs.replace(

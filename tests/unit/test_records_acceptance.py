@@ -46,14 +46,14 @@ SERVER = Server(
     ),
     facts={"command": "vllm serve m", "block_size": "16"},
 )
-PLAIN = serve_build.served(serve_build.point())
+PLAIN = serve_build.make_served_record(serve_build.make_point())
 assert PLAIN.serve is not None
 TURNS = [TurnMetrics(turn=1, requests=8, input_tokens=400, cached_tokens=16, ttft_ms=PLAIN.serve.ttft_ms)]
 SERVED = msgspec.structs.replace(
     PLAIN, server=SERVER, origin="engine vllm 0.32.0", serve=msgspec.structs.replace(PLAIN.serve, turns=TURNS)
 )
-DECODED = build.ok(build.point(Layout(4, 1, 4)), steps=9)
-LOST = build.failed(build.point(Layout(2)))
+DECODED = build.make_ok_record(build.make_point(Layout(4, 1, 4)), steps=9)
+LOST = build.make_failed_record(build.make_point(Layout(2)))
 HOSTILE = st.one_of(
     st.integers(),
     st.sampled_from([-99, -1, 0, 10**15, 10**16, 10**26, -(10**26), 2**63, 2**64, 10**400, 7 * 10**307]),

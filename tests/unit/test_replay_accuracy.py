@@ -19,7 +19,7 @@ from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.step_cases import Extent, make_cases
 from dcpbench.serving.step_model import Slowdown, compute_step_works
 from dcpbench.serving.step_times import Case, MeasuredCase
-from tests.unit.step_times_builder import step_times
+from tests.unit.step_times_builder import make_step_times
 
 if TYPE_CHECKING:
     from dcpbench.records.record import ServeMetrics
@@ -153,7 +153,7 @@ def test_replay_from_the_grid_is_within_two_percent_of_the_engine(load: Load) ->
         max_context=load.context + 1,
     )
     cases = [MeasuredCase(case=case, samples_ms=[case_ms(case, load.dp)]) for case in make_cases(extent)]
-    times = msgspec.structs.replace(step_times(), cases=cases)
+    times = msgspec.structs.replace(make_step_times(), cases=cases)
     expected, found = (served(load.requests, setup, load.clients, source) for source in (Engine(), times))
     assert found.output_tok_s == pytest.approx(expected.output_tok_s, rel=0.005)
     for name in ("ttft_ms", "itl_ms", "e2el_ms"):

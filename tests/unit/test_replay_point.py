@@ -26,7 +26,7 @@ from dcpbench.serving.step_times import (
     get_engine_path,
     write_step_times,
 )
-from tests.unit.step_times_builder import EXTENT, step_times
+from tests.unit.step_times_builder import EXTENT, make_step_times
 
 MEASURED = (
     Path(__file__).parents[2] / "results/serving_4xH200/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21/k2/step-times"
@@ -46,7 +46,7 @@ POINT = Point(
     dtype="bf16",
     page_size=64,
 )
-TIMES = step_times(path=get_engine_path(POINT))
+TIMES = make_step_times(path=get_engine_path(POINT))
 PAGE = memory.compute_page_bytes(SHAPES["deepseek-v3"], 64, 2)
 
 
@@ -268,7 +268,7 @@ class TestRefusal:
 def test_probe_describes_the_machine_of_the_step_times() -> None:
     probe = TIMES.make_probe()
     assert (probe.device, probe.count, probe.memory_bytes) == ("cuda", 4, 141 << 30)
-    cpu: StepTimes = step_times(EXTENT, device="CPU")
+    cpu: StepTimes = make_step_times(EXTENT, device="CPU")
     assert (cpu.make_probe().device, cpu.is_blocking) == ("cpu", True)
 
 

@@ -29,16 +29,16 @@ TP, DCP = Layout(2), Layout(2, 1, 2)
 
 def point(layout: Layout, rate: float, launch: int = 1, origin: str = ENGINE, concurrency: int = 8) -> Record:
     """Return a served point with an output of `rate` tok/s."""
-    record = serving.served(serving.point(layout, concurrency, emulate=""))
+    record = serving.make_served_record(serving.make_point(layout, concurrency, emulate=""))
     faster = rate / record.serve.output_tok_s
-    record = serving.served(serving.point(layout, concurrency, emulate=""), faster=faster)
+    record = serving.make_served_record(serving.make_point(layout, concurrency, emulate=""), faster=faster)
     measured_by = {"origin": origin} if origin else {}
     return msgspec.structs.replace(record, started_at=f"launch {launch} of {layout} {concurrency}", **measured_by)
 
 
 def read(tmp_path: Path, *launches: list[Record], as_repeats: bool = False) -> Frames:
     """Return the frames of these runs."""
-    folders = [build.write(tmp_path / f"run-{n}", records) for n, records in enumerate(launches)]
+    folders = [build.write_records(tmp_path / f"run-{n}", records) for n, records in enumerate(launches)]
     return dataframes.load_frames(folders, as_repeats=as_repeats, slo={"ttft": 1e6})
 
 

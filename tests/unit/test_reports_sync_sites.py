@@ -34,10 +34,10 @@ def site(**changes: object) -> SyncSite:
 def run(tmp_path: Path, *sites_of_points: list[SyncSite]) -> dataframes.Frames:
     """Return frames of a run with one point for each list of sites, at different concurrencies."""
     records = [
-        build.ok(build.point(Layout(2), concurrency=8 * i), sync_sites=sites, host_syncs_per_step=2.0)
+        build.make_ok_record(build.make_point(Layout(2), concurrency=8 * i), sync_sites=sites, host_syncs_per_step=2.0)
         for i, sites in enumerate(sites_of_points, 1)
     ]
-    return dataframes.load_frames([build.write(tmp_path / "run", records)])
+    return dataframes.load_frames([build.write_records(tmp_path / "run", records)])
 
 
 def test_points_with_the_same_site_are_one_row_with_the_largest_values(tmp_path: Path) -> None:
@@ -66,9 +66,13 @@ def test_site_without_stacks_is_named_by_its_operator(tmp_path: Path) -> None:
 
 def test_report_shows_file_and_line_of_a_site(tmp_path: Path) -> None:
     """A hostile file name is escaped."""
-    folder = build.write(
+    folder = build.write_records(
         tmp_path / "run",
-        [build.ok(build.point(Layout(2)), sync_sites=[site(file="<b>x</b>.py")], host_syncs_per_step=2.0)],
+        [
+            build.make_ok_record(
+                build.make_point(Layout(2)), sync_sites=[site(file="<b>x</b>.py")], host_syncs_per_step=2.0
+            )
+        ],
     )
     write_report([folder], tmp_path / "report")
     assert "Where the host waited" in (tmp_path / "report" / "report.md").read_text()

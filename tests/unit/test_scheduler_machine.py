@@ -14,7 +14,7 @@ from dcpbench.points.names import MIXED, OWN_POLICIES
 from dcpbench.points.speculation import Speculation
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import SchedulerConfig
-from tests.unit.serving_builder import check_books, request
+from tests.unit.serving_builder import check_books, make_request
 from tests.unit.serving_simulation import Simulation
 
 LONGEST = 200
@@ -63,7 +63,7 @@ def sized(config: SchedulerConfig, number: int, sizes: Sizes) -> ServeRequest:
     prompt = max(1, fits * prompt_share // 100)
     shared = prompt * shared_share // 100
     output = 1 + (fits - prompt) * output_share // 100
-    return request(number, FAMILIES[family][:shared] + [end] * (prompt - shared), output)
+    return make_request(number, FAMILIES[family][:shared] + [end] * (prompt - shared), output)
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -140,7 +140,7 @@ def test_warm_up_is_served_with_prompts_above_and_below_a_page(context: int, sto
     """Pages have 64 tokens: a prompt of 439 has 6 full ones, and one of 40 has none, for which no list of prompts may
     be empty.
     """
-    one = serve_record_builder.point(Layout(1), 4, context=context, page_size=64)
+    one = serve_record_builder.make_point(Layout(1), 4, context=context, page_size=64)
     server = Server(context)
     Serving.warm_up(server, one, _make_requests([8] * 4, 2, 100), lambda: None)  # type: ignore[arg-type]
     assert max(prefixes(server.found)) == stored
@@ -150,7 +150,7 @@ def test_each_replica_runs_chunks_of_every_size_and_a_cached_prefix() -> None:
     """Single prompts would always go to the first replica, so that ranks of the others would compile during the
     measurement.
     """
-    one = serve_record_builder.point(Layout(2, 2), 4, context=440, page_size=64)
+    one = serve_record_builder.make_point(Layout(2, 2), 4, context=440, page_size=64)
     server = Server(440)
     Serving.warm_up(server, one, _make_requests([8] * 4, 2, 100), lambda: None)  # type: ignore[arg-type]
     chunks = [{(c.start, c.tokens) for step in server.found for c in step.replicas[r].chunks} for r in range(2)]

@@ -161,16 +161,16 @@ def test_sites_are_sorted_by_cost_and_then_by_place() -> None:
     """
     plain = {"bubble_us": 5.0, "wait_us": 5.0, "count": 2, "file": "b.py", "line": 7}
     wanted = [
-        syncs_builder.site("a", **{**plain, "bubble_us": 6.0}),
-        syncs_builder.site("b", **{**plain, "wait_us": 6.0}),
-        syncs_builder.site("c", **{**plain, "count": 3}),
-        syncs_builder.site("d", **{**plain, "file": "a.py"}),
-        syncs_builder.site("e", **{**plain, "line": None}),
-        syncs_builder.site("f", **{**plain, "line": 1}),
-        syncs_builder.site("g", **plain),
-        syncs_builder.site("h", **plain),
-        syncs_builder.site("i", **{**plain, "bubble_us": 9.0, "may_block": True}),
-        syncs_builder.site("j", **{**plain, "bubble_us": 9.0, "own": True}),
+        syncs_builder.make_site("a", **{**plain, "bubble_us": 6.0}),
+        syncs_builder.make_site("b", **{**plain, "wait_us": 6.0}),
+        syncs_builder.make_site("c", **{**plain, "count": 3}),
+        syncs_builder.make_site("d", **{**plain, "file": "a.py"}),
+        syncs_builder.make_site("e", **{**plain, "line": None}),
+        syncs_builder.make_site("f", **{**plain, "line": 1}),
+        syncs_builder.make_site("g", **plain),
+        syncs_builder.make_site("h", **plain),
+        syncs_builder.make_site("i", **{**plain, "bubble_us": 9.0, "may_block": True}),
+        syncs_builder.make_site("j", **{**plain, "bubble_us": 9.0, "own": True}),
     ]
     backwards = wanted[::-1]
     found = sorted(backwards, key=get_sort_key)

@@ -13,15 +13,15 @@ from dcpbench.serving.step_cases import CHECK, LATE, CaseMaker, CaseSteps, Exten
 from dcpbench.serving.step_model import compute_step_works
 from dcpbench.serving.step_times import HOT, Case, Chunks, Decodes
 from tests.unit import serve_record_builder
-from tests.unit.serving_builder import config
+from tests.unit.serving_builder import make_config
 
-CONFIG = config(pages=33, page_size=2, dcp=2, max_requests=6, chunk=16, max_context=40)
+CONFIG = make_config(pages=33, page_size=2, dcp=2, max_requests=6, chunk=16, max_context=40)
 EXTENT = Extent(requests=6, context=40, pages=32, virtual_page=4, chunk=16)
 VOCAB = 50
 
 
 def steps(case: Case, **changes: object) -> CaseSteps:
-    return CaseMaker(config(pages=33, max_requests=6, chunk=16, max_context=40, **changes), VOCAB).make_steps(case)
+    return CaseMaker(make_config(pages=33, max_requests=6, chunk=16, max_context=40, **changes), VOCAB).make_steps(case)
 
 
 @pytest.mark.parametrize("case", make_cases(EXTENT), ids=str)
@@ -174,7 +174,7 @@ def test_extent_covers_the_largest_of_all_points() -> None:
     """Two replicas share 5, 16 and 9 requests and a chunk; a page of 16 tokens on each of two ranks is 32 tokens."""
     loads = [("100", 512, 400), ("uniform:50-100", 2048, 900), ("300", 1024, 700)]
     points = [
-        serve_record_builder.point(
+        serve_record_builder.make_point(
             Layout(8, 2, 2), requests, {"input_tokens": prompts, "chunk": chunk}, context=context, page_size=16
         )
         for requests, (prompts, chunk, context) in zip((5, 16, 9), loads, strict=True)
@@ -207,8 +207,8 @@ def test_extent_covers_the_largest_of_all_points() -> None:
 )
 def test_extent_is_shared_if_any_load_shares_prefixes(changed: dict[str, object], shared: bool) -> None:
     """Requests with a common prefix, of a file, and of sessions share prefixes; one such load is enough."""
-    one = serve_record_builder.point(changed={"prefix_cache": True} | changed)
-    plain = serve_record_builder.point(changed={"prefix_cache": True})
+    one = serve_record_builder.make_point(changed={"prefix_cache": True} | changed)
+    plain = serve_record_builder.make_point(changed={"prefix_cache": True})
     assert [Extent.from_points(points, pages=9, max_context=440).shared for points in ([one], [plain, one])] == [
         shared
     ] * 2
@@ -223,7 +223,7 @@ def test_extent_is_open_loop_if_any_load_has_arrival_times(
 ) -> None:
     """The clients of a closed loop are target sizes; an open loop may have any number of requests."""
     points = [
-        serve_record_builder.point(
+        serve_record_builder.make_point(
             concurrency=4, changed={"arrival": a, "request_rate": 1.0 if a != "closed" else None}
         )
         for a in arrivals

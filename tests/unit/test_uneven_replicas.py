@@ -42,8 +42,9 @@ from dcpbench.serving.step_times import (
 )
 from dcpbench.workloads import serve
 from dcpbench.workloads.session import build_session
-from tests.unit.serving_builder import config
-from tests.unit.step_times_builder import step_times, true_ms
+from tests.unit.serving_builder import make_config
+from tests.unit.step_times_builder import compute_true_ms as true_ms
+from tests.unit.step_times_builder import make_step_times as step_times
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -199,7 +200,7 @@ class TestGrid:
         assert some == {1: [0] * len(some[1]), 2: [0] * len(some[1]), 4: [2] + [0] * len(some[1])}
 
     def test_step_of_a_case_gives_work_only_to_its_replicas(self) -> None:
-        setup = config(replicas=3, pages=33, page_size=2, dcp=2, max_requests=6, chunk=16, max_context=40)
+        setup = make_config(replicas=3, pages=33, page_size=2, dcp=2, max_requests=6, chunk=16, max_context=40)
         case = Case(chunks=(Chunks(2, 5, 8),), use=CHECK, replicas=2)
         made = CaseMaker(setup, 50).make_steps(case)
         assert compute_step_works(made.first) == compute_step_works(made.again) == case.compute_works(3)

@@ -154,6 +154,6 @@ def scan_data(folder: Path, data: bytes | str, name: str = "trace.json") -> Repo
     return scan_traces([path], root=folder)
 
 
-def exit_code(report: Report, folder: Path) -> int:
+def compute_exit_code(report: Report, folder: Path) -> int:
     """Return the gate's exit code without any limit."""
     return compute_verdict(report, Gate(root=folder)).exit_code
