@@ -55,7 +55,7 @@ def hover(page: Page, chart: Locator, nth: int = 0) -> str:
     return "\n".join(page.locator(".tip > *").all_inner_texts())
 
 
-def column(page: Page, header: str) -> list[str]:
+def get_column(page: Page, header: str) -> list[str]:
     """Return the first value of each cell in a column of the table of points."""
     heads = [text.strip() for text in page.locator("#every-point th").all_text_contents()]
     cells = page.locator(f"{ROWS} td:nth-child({heads.index(header) + 1})").all_text_contents()
@@ -92,7 +92,7 @@ def test_warnings_common_to_all_points_are_not_repeated_for_each(tmp_path: Path,
         for layout, more in ((Layout(4), []), (Layout(4, 1, 4), ["noisy"]))
     ]
     page = visit(pages.write_page(tmp_path, records))
-    assert column(page, "warnings") == ["–", "noisy"]
+    assert get_column(page, "warnings") == ["–", "noisy"]
     panel = draw_panels(page, "throughput").first
     plain, noisy = (hover(page, panel, nth) for nth in (0, 1))
     assert "warnings" not in plain
@@ -144,7 +144,7 @@ def test_filter_applies_to_all_charts_and_the_table_and_is_kept_in_the_address(d
     page.get_by_label("kimi-k2", exact=True).uncheck()
     page.locator(f"{ROWS} >> nth=8").wait_for(state="detached")
     assert page.locator(ROWS).count() == 8
-    assert set(column(page, "model")) == {"deepseek-v3"}
+    assert set(get_column(page, "model")) == {"deepseek-v3"}
     assert count_lines(page, "throughput") == 4
     for chart in ("throughput", "itl", "frontier", "phases", "kv"):
         assert page.locator(f"#chart-{chart} .panel").count() == 2, chart
@@ -158,8 +158,8 @@ def test_filter_applies_to_all_charts_and_the_table_and_is_kept_in_the_address(d
 def test_filters_of_different_kinds_are_combined_with_and(decode: Path, visit: Visit) -> None:
     """Hide kimi-k2, context 4,000 and tp4, which leaves two points: concurrency 8 and 32."""
     page = visit(decode, f"#hide.model=kimi-k2&hide.context=4000&hide.layout={quote('tp4')}")
-    assert column(page, "layout") == ["tp4·dcp4", "tp4·dcp4"]
-    assert column(page, "concurrency") == ["8", "32"]
+    assert get_column(page, "layout") == ["tp4·dcp4", "tp4·dcp4"]
+    assert get_column(page, "concurrency") == ["8", "32"]
 
 
 def test_series_can_be_switched_off_and_on_by_keyboard(decode: Path, visit: Visit) -> None:
@@ -194,7 +194,7 @@ def test_headers_sort_the_table(key: str, decode: Path, visit: Visit) -> None:
     for sign, order in ((1, "ascending"), (-1, "descending")):
         button.focus()
         page.keyboard.press(key) if key else button.click()
-        values = [sign * float(text.replace(",", "")) for text in column(page, "step time (ms)")]
+        values = [sign * float(text.replace(",", "")) for text in get_column(page, "step time (ms)")]
         assert values == sorted(values)
         assert header.get_attribute("aria-sort") == order
     assert page.evaluate("location.hash") == "#sort=-step_ms"
@@ -239,7 +239,7 @@ def test_address_restores_filters_series_axes_and_sorting(decode: Path, visit: V
         "step_ms",
         "concurrency",
     ]
-    values = [float(text.replace(",", "")) for text in column(page, "output (tok/s)")]
+    values = [float(text.replace(",", "")) for text in get_column(page, "output (tok/s)")]
     assert len(values) == 8
     assert values == sorted(values, reverse=True)
 
@@ -262,7 +262,7 @@ def test_live_and_replayed_points_never_share_a_chart_or_series(served: Path, vi
     page.locator("#filters summary").click()
     page.get_by_label("replay", exact=True).uncheck()
     page.get_by_text("No point that passes the filters").first.wait_for()
-    assert set(column(page, "live or replay")) == {"live"}
+    assert set(get_column(page, "live or replay")) == {"live"}
 
 
 def test_cpu_run_is_marked_as_functional_on_every_chart(tmp_path: Path, visit: Visit) -> None:

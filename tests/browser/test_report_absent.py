@@ -32,7 +32,7 @@ MARKS = """() => {
 }"""
 
 
-def vllm(concurrency: int, kept: Sequence[str], *, percentiles: bool) -> dict[str, Any]:
+def make_vllm_result(concurrency: int, kept: Sequence[str], *, percentiles: bool) -> dict[str, Any]:
     """Return the result file of `vllm bench serve --percentile-metrics KEPT` without details: eight requests, all
     finished.
     """
@@ -50,7 +50,7 @@ def vllm(concurrency: int, kept: Sequence[str], *, percentiles: bool) -> dict[st
 def import_results(folder: Path, kept: Sequence[str], *, percentiles: bool) -> Path:
     """Import two such results, with 8 and 32 clients of one layout, and return the path of their page."""
     folder.mkdir(parents=True)
-    file = files.write_file(folder, *(vllm(n, kept, percentiles=percentiles) for n in (8, 32)))
+    file = files.write_file(folder, *(make_vllm_result(n, kept, percentiles=percentiles) for n in (8, 32)))
     import_files([file], "vllm", folder / "run", Overrides(tp=8))
     return pages.write_run_page(folder, folder / "run")
 
@@ -61,7 +61,7 @@ def wait_for_charts(page: Page) -> None:
     assert page.locator(".chart:not(:has(.main-svg))").count() == 0
 
 
-def expected(kept: Sequence[str], *, percentiles: bool) -> tuple[dict[str, int], list[str], list[str]]:
+def list_expected(kept: Sequence[str], *, percentiles: bool) -> tuple[dict[str, int], list[str], list[str]]:
     """Return the marks of each chart, the names offered as axes, and the messages about missing charts. Two results
     give two marks of a median, and two more of p99. Speed for one user is 1000 / the median of TPOT.
     """
@@ -93,7 +93,7 @@ def test_charts_are_drawn_for_every_subset_of_metrics_in_a_result(tmp_path: Path
         wait_for_charts(page)
         picks = page.locator("#pick-y option").all_text_contents()
         paragraphs = page.locator("section > p").all_text_contents()
-        wanted[name] = expected(kept, percentiles=percentiles)
+        wanted[name] = list_expected(kept, percentiles=percentiles)
         sentences = [s.split(":")[0] for s in paragraphs if "is not drawn" in s]
         found[name] = (page.evaluate(MARKS), [p for p in picks if p[:4] in ("TTFT", "TPOT", "E2EL", "ITL ")], sentences)
     assert found == wanted

@@ -179,7 +179,7 @@ SERVER_OPTIONS = {
 }
 
 
-def python(code: str) -> str:
+def run_python(code: str) -> str:
     """Return the output of a fresh interpreter."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout
@@ -190,7 +190,7 @@ def python(code: str) -> str:
 )
 def test_help_imports_no_heavy_package(args: list[str]) -> None:
     """Importing torch alone takes seconds."""
-    loaded = python(
+    loaded = run_python(
         "import sys\nfrom dcpbench import cli\n"
         f"try:\n    cli.main({args})\nexcept SystemExit:\n    pass\n"
         f"print('LOADED', [m for m in {HEAVY} if m in sys.modules])"
@@ -205,7 +205,7 @@ def test_help_imports_no_heavy_package(args: list[str]) -> None:
 )
 def test_help_imports_only_its_own_command(args: list[str], imported: list[str]) -> None:
     names = {entry.function for entry in catalogue.ENTRIES}
-    loaded = python(
+    loaded = run_python(
         "import sys\nfrom dcpbench import cli\n"
         f"try:\n    cli.main({args})\nexcept SystemExit:\n    pass\n"
         f"print('LOADED', [n for n in {sorted(names)} if f'dcpbench.commands.{{n}}' in sys.modules])"
@@ -243,10 +243,10 @@ def test_command_runs_with_and_without_double_dash(args: list[str], capsys: pyte
     assert capsys.readouterr().out.startswith("{")
 
 
-def processor_s(code: str) -> float:
+def measure_processor_s(code: str) -> float:
     """Return the processor time of a program including its start."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    python(code)
+    run_python(code)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -257,7 +257,7 @@ def test_help_takes_half_a_second_of_processor_time() -> None:
     On a slowed-down processor the limit is five times the time that importing Typer takes at the same moment.
     """
     program = "from dcpbench import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass"
-    pairs = [(processor_s(program), processor_s("import typer.main")) for _ in range(3)]
+    pairs = [(measure_processor_s(program), measure_processor_s("import typer.main")) for _ in range(3)]
     (ours, typer_alone) = map(min, zip(*pairs, strict=True))
     assert ours < max(0.5, 5 * typer_alone)
 
@@ -317,7 +317,7 @@ def test_every_option_in_the_help_can_be_parsed(name: str) -> None:
                 assert context.params[option.name] is not None
 
 
-def lists() -> Iterator[tuple[tuple[str, ...], str]]:
+def list_comma_options() -> Iterator[tuple[tuple[str, ...], str]]:
     """Return every option of every command that takes a comma-separated list, by its longest name."""
     import typer
 
@@ -331,7 +331,7 @@ def lists() -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 @pytest.mark.parametrize(
-    ("command", "option"), [*lists()], ids=lambda value: value if type(value) is str else value[-1]
+    ("command", "option"), [*list_comma_options()], ids=lambda value: value if type(value) is str else value[-1]
 )
 def test_list_option_given_twice_is_refused_with_a_suggestion(
     command: tuple[str, ...], option: str, capsys: pytest.CaptureFixture[str]
@@ -355,7 +355,7 @@ def test_single_value_option_given_twice_is_refused(words: tuple[str, ...], caps
 
 
 def test_many_commands_have_list_options() -> None:
-    found = {" ".join(command) for command, _ in lists()}
+    found = {" ".join(command) for command, _ in list_comma_options()}
     assert {"sweep", "serve", "verify", "compare", "report", "show", "bench attention"} <= found
 
 

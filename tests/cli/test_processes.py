@@ -36,7 +36,7 @@ from tests.cli.job_processes import (
     list_open_files,
     wait_until,
 )
-from tests.cli.test_launcher import outcomes, point, work
+from tests.cli.test_launcher import list_outcomes, make_point, work
 from tests.cli.waiting import POLL_INTERVAL_S
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]  # some tests start real ranks twice
@@ -66,9 +66,11 @@ def forked_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     as_fork.replace_agents(monkeypatch.setattr)
 
 
-def job(folder: Path) -> Job:
+def make_job_arguments(folder: Path) -> Job:
     """Return the arguments of a job of two ranks and one point that hangs."""
-    return Job(kind="sweep", tag="tp2-0", folder=str(folder), device="cpu", points=[point(2, 66)], settings=Settings())
+    return Job(
+        kind="sweep", tag="tp2-0", folder=str(folder), device="cpu", points=[make_point(2, 66)], settings=Settings()
+    )
 
 
 class TestKilled:
@@ -106,7 +108,7 @@ class TestKilled:
 
     def test_ranks_that_are_still_importing_are_killed_with_their_agent(self, mark: str, tmp_path: Path) -> None:
         """The ranks have reported no event yet, and their import takes ten minutes."""
-        with Running(job(tmp_path), RendezvousOptions(), "importing_worker"):
+        with Running(make_job_arguments(tmp_path), RendezvousOptions(), "importing_worker"):
             wait_until(lambda: len(find_by_role(mark, RANK)) == 2, "both ranks")
             (agent,) = find_by_role(mark, AGENT)
             os.kill(agent, signal.SIGKILL)
@@ -128,18 +130,18 @@ class TestKilled:
         """Point 300 is recorded, and 101 has not started, so it runs in another job."""
 
         def watch(event: Progress) -> None:
-            if event.stage == "done" and event.key == point(2, 300).get_key():
+            if event.stage == "done" and event.key == make_point(2, 300).get_key():
                 os.kill(find_by_role(mark, AGENT)[0], signal.SIGKILL)
 
-        launcher.run_points([point(2, 300), point(2, 101)], work(tmp_path), RendezvousOptions(), watch)
-        assert outcomes(read_records(tmp_path)) == [(2, 300, "ok"), (2, 101, "ok")]
+        launcher.run_points([make_point(2, 300), make_point(2, 101)], work(tmp_path), RendezvousOptions(), watch)
+        assert list_outcomes(read_records(tmp_path)) == [(2, 300, "ok"), (2, 101, "ok")]
 
     def test_agent_killed_during_a_point_is_named_in_the_reason(self, mark: str, tmp_path: Path) -> None:
         def watch(event: Progress) -> None:
             if event.stage == "measure":
                 os.kill(find_by_role(mark, AGENT)[0], signal.SIGKILL)
 
-        launcher.run_points([point(2, 66)], work(tmp_path), RendezvousOptions(), watch)
+        launcher.run_points([make_point(2, 66)], work(tmp_path), RendezvousOptions(), watch)
         (record,) = read_records(tmp_path)
         assert record.reason == "torchrun itself was ended by signal 9 (SIGKILL), and its ranks with it"
         assert not find_processes(mark)
@@ -151,7 +153,7 @@ class TestKilled:
             if event.stage == "measure":
                 os.kill(find_by_role(mark, ACCOUNT)[0], signal.SIGKILL)
 
-        launcher.run_points([point(2, 66)], work(tmp_path), RendezvousOptions(), watch)
+        launcher.run_points([make_point(2, 66)], work(tmp_path), RendezvousOptions(), watch)
         (record,) = read_records(tmp_path)
         assert re.match(r"rank \d was killed by signal 9 \(out of memory is the usual cause", str(record.reason))
         assert record.detail["exit_code"] == "-9"
@@ -165,9 +167,9 @@ class TestKilled:
             if event.stage == "measure":
                 os.kill(find_by_role(mark, AGENT)[0], signal.SIGSTOP)
 
-        launcher.run_points([point(2, 100)], work(tmp_path, timeout=300), RendezvousOptions(), watch)
+        launcher.run_points([make_point(2, 100)], work(tmp_path, timeout=300), RendezvousOptions(), watch)
         assert "stopped" in seen
-        assert outcomes(read_records(tmp_path)) == [(2, 100, "ok")]
+        assert list_outcomes(read_records(tmp_path)) == [(2, 100, "ok")]
 
 
 class TestLock:
@@ -175,7 +177,7 @@ class TestLock:
         """The launcher's descriptor is closed and its id is not in the file, so the agent's id comes first."""
         lock = os.open(tmp_path / LOCK_FILE, os.O_RDWR | os.O_CREAT)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with Running(job(tmp_path), RendezvousOptions(), "fake_worker", lock):
+        with Running(make_job_arguments(tmp_path), RendezvousOptions(), "fake_worker", lock):
             os.close(lock)
             wait_until(lambda: len(find_by_role(mark, RANK)) == 2, "both ranks")
             (agent,), ranks = find_by_role(mark, AGENT), find_by_role(mark, RANK)
@@ -192,7 +194,7 @@ class TestLock:
     def test_process_that_reuses_the_id_of_a_rank_is_not_killed(self, tmp_path: Path) -> None:
         """A rank's file has its start time; the other process started earlier, and outlives the job."""
         other = subprocess.Popen(["sleep", "600"])
-        with Running(job(tmp_path), RendezvousOptions(), "fake_worker") as running:
+        with Running(make_job_arguments(tmp_path), RendezvousOptions(), "fake_worker") as running:
             wait_until(lambda: len(running.find_pids()) == 2, "both ranks")
             rank = running.find_pids()[1]
             content = (tmp_path / "rank-1.pid").read_text()
@@ -219,7 +221,7 @@ class TestBlame:
     @pytest.mark.long
     def test_rank_that_ended_first_is_blamed(self, context: int, reason: str, code: str, tmp_path: Path) -> None:
         """Rank 0 raises an error because its connection was closed; rank 1 ended without a message."""
-        launcher.run_points([point(2, context)], work(tmp_path), RendezvousOptions(), lambda _: None)
+        launcher.run_points([make_point(2, context)], work(tmp_path), RendezvousOptions(), lambda _: None)
         (record,) = read_records(tmp_path)
         assert re.fullmatch(reason, str(record.reason)), record.reason
         assert str(record.advice).startswith("Read logs/tp2-0 ")
@@ -237,14 +239,14 @@ class TestListening:
         def watch(event: Progress) -> None:
             seen.setdefault(event.stage, set()).update(list_listening_addresses(mark))
 
-        points = [point(2, 16), msgspec.structs.replace(point(2, 16), dcp=2, exchange="ag_rs")]
+        points = [make_point(2, 16), msgspec.structs.replace(make_point(2, 16), dcp=2, exchange="ag_rs")]
         settings = Settings(seconds=0.2, profile=False)
         engines = tuple(plan_engines(points, settings, Probe(device="cpu", count=0, name="CPU")))
         real = msgspec.structs.replace(
             work(tmp_path), worker="dcpbench.worker", settings=settings, timeout=300, engines=engines
         )
         launcher.run_points(points, real, RendezvousOptions(), watch)
-        assert outcomes(read_records(tmp_path)) == [(2, 16, "ok")] * 2
+        assert list_outcomes(read_records(tmp_path)) == [(2, 16, "ok")] * 2
         assert seen["measure"] == {"0100007F"}
         assert set().union(*seen.values()) == {"0100007F"}
 
@@ -285,7 +287,7 @@ class TestLimits:
         monkeypatch.setattr(jobs, "MIN_STAGE_LIMIT_S", 2.0)
         importing = msgspec.structs.replace(work(tmp_path, timeout=1e-6), worker="importing_worker")
         with pytest.raises(WorkerError, match="gave no sign of life for 2 s before its first point, twice"):
-            launcher.run_points([point(2, 100)], importing, RendezvousOptions(), lambda _: None)
+            launcher.run_points([make_point(2, 100)], importing, RendezvousOptions(), lambda _: None)
 
 
 class TestFolder:
@@ -301,7 +303,7 @@ class TestFolder:
             pytest.raises(OutputError, match=r"was removed or moved .* add --resume"),
         ):
             launcher.run_points(
-                [point(2, 66), point(2, 101)],
+                [make_point(2, 66), make_point(2, 101)],
                 msgspec.structs.replace(work(folder), lock=lock),
                 RendezvousOptions(),
                 watch,
@@ -312,14 +314,14 @@ class TestFolder:
     @pytest.mark.usefixtures("mark")
     def test_full_disk_raises_an_error_and_keeps_earlier_records(self, tmp_path: Path) -> None:
         """Rank 0 cannot append its record, no point is blamed, and the report can be written elsewhere."""
-        points = [point(2, 100), point(2, 28), point(2, 101)]
+        points = [make_point(2, 100), make_point(2, 28), make_point(2, 101)]
         with pytest.raises(DiskError) as caught:
             launcher.run_points(points, work(tmp_path), RendezvousOptions(), lambda _: None)
         assert "no space is left on its disk. No point is to blame, and what was recorded before is safe" in str(
             caught.value
         )
         assert f"`dcpbench report {tmp_path} -o ELSEWHERE`" in str(caught.value)
-        assert outcomes(read_records(tmp_path)) == [(2, 100, "ok")]
+        assert list_outcomes(read_records(tmp_path)) == [(2, 100, "ok")]
 
     def test_full_disk_during_writes_of_the_launcher_raises_the_same_error(self, tmp_path: Path) -> None:
         with pytest.raises(DiskError, match="no space is left"), folders.convert_write_errors(tmp_path):

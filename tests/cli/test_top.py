@@ -68,7 +68,7 @@ class Terminal:
 
     def until(self, text: str) -> None:
         """Read until the screen contains this text, apart from escape codes between its words."""
-        while text not in _plain(self.text):
+        while text not in _strip_escapes(self.text):
             ended = self.process.poll() is not None
             if select.select([self.main], [], [], 0.1)[0]:
                 self.text += os.read(self.main, 65536).decode()
@@ -94,7 +94,7 @@ class Terminal:
         return seen and termios.tcgetattr(self.side) == self.before
 
 
-def _plain(text: str) -> str:
+def _strip_escapes(text: str) -> str:
     return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", text)
 
 
@@ -141,7 +141,7 @@ class TestInATerminal:
         (running / ".lock").write_text("")
         assert shown.end() == 130
         assert shown.is_as_it_was()
-        assert "stopped with 1 left; go on with --resume" in " ".join(_plain(shown.text).split())
+        assert "stopped with 1 left; go on with --resume" in " ".join(_strip_escapes(shown.text).split())
 
     def test_terminal_is_restored_while_top_is_stopped(self, running: Path, terminal: list[Terminal]) -> None:
         """The test sends Ctrl-Z and then SIGCONT, as `fg` does."""
@@ -170,7 +170,7 @@ class TestInATerminal:
         termios.tcsetwinsize(shown.side, (40, 30))
         folded = "tiny tp2 reference, 2 × 200".ljust(30) + "\r\ntokens"
         shown.until(folded)
-        frame = _plain(shown.text).partition(folded)[2]
+        frame = _strip_escapes(shown.text).partition(folded)[2]
         assert max(len(line.rstrip("\r")) for line in frame.split("\n")) <= 30
 
     def test_dumb_terminal_gets_plain_lines(self, ended: Path, terminal: list[Terminal]) -> None:

@@ -59,7 +59,7 @@ WRONG_AT = ((1, 2, 5), (), (2, 3, 4))
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layout with its storage and path."""
+    """Describe a layout with its storage and path."""
 
     layout: Layout
     kind: str = "mla"
@@ -231,9 +231,9 @@ def verify_drafts(case: Case, rank: int, truth: list[list[int]], logits: torch.T
     return {"error": worst, "tokens": [own[:NEW] for own in tokens], "accepted": accepted}
 
 
-def draft_tokens(case: Case, rank: int, truth: list[list[int]], right: bool) -> list[dict[int, list[int]]]:
+def draft_tokens(case: Case, rank: int, truth: list[list[int]], correct: bool) -> list[dict[int, list[int]]]:
     """Return, for each request, the tokens drafted by the model's layer, by the number of decoded tokens. Steps verify
-    other drafts: all right, so that a step yields `drafts` + 1 tokens, or all wrong, so that it yields one.
+    other drafts: all correct, so that a step yields `drafts` + 1 tokens, or all wrong, so that it yields one.
     """
     engine = make_engine(case, rank)
     first, vocab = len(CONTEXTS) * (rank // case.layout.attn_tp), engine.model.shape.vocab
@@ -245,12 +245,12 @@ def draft_tokens(case: Case, rank: int, truth: list[list[int]], right: bool) -> 
     while at + case.drafts < NEW:
         for request, own in zip(requests, truth, strict=True):
             known = own[at : at + case.drafts]
-            verified = known if right else [(token + 1) % vocab for token in known]
+            verified = known if correct else [(token + 1) % vocab for token in known]
             engine.request_pool.set_tokens(request.slot, request.length - case.drafts, verified)
         batch = engine.plan_step(requests, query_length=case.drafts + 1)
         engine.run_eager(batch)
         yielded = {len(own) for own in accept_drafts(engine, batch, requests)}
-        assert yielded == {case.drafts + 1 if right else 1}
+        assert yielded == {case.drafts + 1 if correct else 1}
         at += yielded.pop()
         starts = [request.length - 1 for request in requests]
         for request in requests:
@@ -324,7 +324,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     (folder / f"{world}-{rank}.json").write_text(json.dumps(found))
     case = DRAFTING[world]
     truth, _ = decode_one_by_one(case, rank)
-    drafted = {name: draft_tokens(case, rank, truth, right=name == "right") for name in ("right", "wrong")}
+    drafted = {name: draft_tokens(case, rank, truth, correct=name == "right") for name in ("right", "wrong")}
     (folder / f"drafted-{world}-{rank}.json").write_text(json.dumps(drafted))
     (folder / f"served-{world}-{rank}.json").write_text(json.dumps(serve_drafts(case, rank)))
     dist.barrier()

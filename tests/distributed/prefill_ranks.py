@@ -41,12 +41,12 @@ LOAD: tuple[tuple[Step, ...], tuple[Step, ...]] = (
 """For each of two replicas, steps of prompts that decode a token, and of prompts with the tokens of their chunk.
 
 Chunks begin at multiples of 16, the largest page_size · dcp here. Rows are 16, 32, 21, 6, 2 and 32, 3, 9, 1, 0, so that
-with attention DP both are padded, and what is padded goes to no expert. The third step has two prefixes, 32 and 16 tokens."""
+with attention DP both are padded, and padding rows go to no expert. The third step has two prefixes, 32 and 16 tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layout with its storage and exchange, on a checkpoint, and the way to gather prefixes."""
+    """Describe a layout with its storage and exchange on a checkpoint, and how prefixes are gathered."""
 
     model: str
     layout: Layout
@@ -59,12 +59,12 @@ class Case:
     project_first: bool = False
     all_reduce: str = "nccl"
     kv: str = ""
-    """`fp8`: how rows are stored; chunks attend to what was stored before them, and to their own rows as they are."""
+    """dtype of stored rows, such as `fp8`; chunks attend to stored rows of their prefix, and to their own rows before storing."""
     pieces: bool = False  # True if steps run in pieces, as they are captured on GPUs
 
     @property
     def truth(self) -> str:
-        """Name of the expected logits: those of transformers, or over fp8 rows those of one rank with all rows."""
+        """Return the name of the expected logits: those of transformers, or with fp8 rows those of one rank with all rows."""
         return f"{self.model}-{self.kv}" if self.kv else self.model
 
     def point(self, folder: Path) -> Point:
@@ -159,7 +159,7 @@ def compute_error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank
 
 
 def count_unrouted(ids_Tk: torch.Tensor) -> list[int]:
-    """Return how many rows of each of two replicas go to no expert."""
+    """Return the number of rows without an expert for each of two replicas."""
     return (ids_Tk == NO_EXPERT).all(-1).view(2, -1).sum(-1).tolist()
 
 

@@ -49,7 +49,7 @@ def draw_layer(ranks: int, group: int, layer: int, batch: int) -> tuple[torch.Te
     o_NBHR = torch.randn(ranks, batch, HEADS, LATENT, generator=generator)
     lse_NBH = 3 * torch.randn(ranks, batch, HEADS, generator=generator)
     empty_NBH = torch.rand(ranks, batch, HEADS, generator=generator) < 0.3
-    empty_NBH[:, 0, 0] = True  # no rank has rows for this one
+    empty_NBH[:, 0, 0] = True  # no rank has rows for this request and head
     o_NBHR[empty_NBH] = float("nan")
     lse_NBH[empty_NBH] = float("-inf")
     return q_NBhQ.bfloat16(), o_NBHR.bfloat16(), lse_NBH
@@ -61,7 +61,7 @@ def draw_addend(rank: int, number: int) -> torch.Tensor:
 
 
 def run_layers(group: Group, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return gathered q and merged output of some layers of two exchanges at once with alternating calls."""
+    """Return the gathered q and the merged output of several layers, with alternating calls of two exchanges."""
     both = [make_exchange("symm", group, make_spec()) for _ in range(2)]
     found = []
     for layer, batch in enumerate(BATCHES):
@@ -139,7 +139,7 @@ def run_all_reduces(group: Group, rank: int) -> list[torch.Tensor]:
 
 
 def slow_down_reads() -> None:
-    """Make this rank pause between the barrier and reading their data, so that fast ranks could overwrite it."""
+    """Pause this rank between the barrier and its reads of other ranks' data, so that fast ranks could overwrite the data."""
     sync_ranks = merging.sync_ranks
 
     def sync_and_pause(*args: object) -> None:

@@ -22,7 +22,7 @@ def found(tmp_path_factory):
     }
 
 
-def heads_of(layout: Layout, rank: int) -> slice:
+def get_heads(layout: Layout, rank: int) -> slice:
     """Return the slice of its group's 8 heads that a rank keeps."""
     h = ranks.HEADS // layout.dcp
     return slice(layout.get_dcp_rank(rank) * h, (layout.get_dcp_rank(rank) + 1) * h)
@@ -31,7 +31,7 @@ def heads_of(layout: Layout, rank: int) -> slice:
 def expected(layout, rank, dtype):
     """Return this rank's heads of the merged output, [h, B, R] in fp64 from partials in `dtype`."""
     o_NBHR, lse_NBH = ranks.draw_partials(layout.dcp, rank // layout.dcp, dtype)
-    return merge_partials(o_NBHR.double(), lse_NBH.double())[:, heads_of(layout, rank)].transpose(0, 1)
+    return merge_partials(o_NBHR.double(), lse_NBH.double())[:, get_heads(layout, rank)].transpose(0, 1)
 
 
 @pytest.mark.distributed
@@ -63,7 +63,7 @@ class TestExchange:
         """Expect no rounding: the weight is exp(lse − lse) = 1, and all others are 0."""
         for rank in range(ranks.WORLD):
             o_NBHR, _ = ranks.draw_partials(layout.dcp, rank // layout.dcp, torch.float32)
-            only_hR = o_NBHR[1, ranks.ONLY_ON_RANK_1, heads_of(layout, rank)]
+            only_hR = o_NBHR[1, ranks.ONLY_ON_RANK_1, get_heads(layout, rank)]
             _, got_hBR = found[layout][rank][name, torch.float32, "plain"]
             assert torch.allclose(got_hBR[:, ranks.ONLY_ON_RANK_1], only_hR, atol=1e-6)
 

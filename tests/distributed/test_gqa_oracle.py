@@ -95,7 +95,7 @@ GRID = {
 untied embeddings, every exchange, and pages and stripes of several sizes."""
 
 
-def point(folder: Path, layout: Layout, storage: dict[str, int], exchange: dict[str, Any], backend: str) -> Point:
+def make_point(folder: Path, layout: Layout, storage: dict[str, int], exchange: dict[str, Any], backend: str) -> Point:
     """Return a point in fp32 on the checkpoint in a folder."""
     return Point(
         model=str(folder),
@@ -119,7 +119,7 @@ def write_points(tp: int, folder: Path, backend: str = "reference") -> list[Poin
         for write, storage, exchange in cases if layout.tp == tp else ():
             at = folder / f"checkpoint{len(points)}"
             write(at)
-            points.append(point(at, layout, storage, exchange, backend))
+            points.append(make_point(at, layout, storage, exchange, backend))
     return points
 
 
@@ -197,7 +197,7 @@ def draw_point(draw: random.Random, tp: int, folder: Path) -> Point | None:
     write(folder, kv_heads, **changed)
     page = draw.choice((1, 2, 4, 16))
     storage = {"page_size": page, "interleave": draw.choice([n for n in (1, 2, 4, 16) if page % n == 0])}
-    return point(folder, Layout(tp, dp=dp, dcp=dcp), storage, path, "reference")
+    return make_point(folder, Layout(tp, dp=dp, dcp=dcp), storage, path, "reference")
 
 
 @pytest.mark.long
@@ -218,9 +218,9 @@ def test_triton_backend_and_symmetric_memory_agree_with_transformers(tmp_path: P
     write(tmp_path / "checkpoint")
     prompts, new = ((5, 90, 17), (202,)), 1
     points = [
-        point(tmp_path / "checkpoint", Layout(2, dcp=2), PAGED, A2A, "triton"),
-        point(tmp_path / "checkpoint", Layout(2, dcp=2), PLAIN, SYMM, "reference"),
-        point(tmp_path / "checkpoint", Layout(2, dcp=2), PLAIN, SYMM | REPLICATED, "reference"),
+        make_point(tmp_path / "checkpoint", Layout(2, dcp=2), PAGED, A2A, "triton"),
+        make_point(tmp_path / "checkpoint", Layout(2, dcp=2), PLAIN, SYMM, "reference"),
+        make_point(tmp_path / "checkpoint", Layout(2, dcp=2), PLAIN, SYMM | REPLICATED, "reference"),
     ]
     assert_verified(points, verify_by_job(points, prompts, new, tmp_path / "run"), len(prompts) * new)
 
@@ -236,7 +236,7 @@ def test_other_precisions_agree_with_equally_rounded_transformers(
     write_qwen3_moe(tmp_path / "checkpoint", kv_heads=2, hidden_size=160, num_hidden_layers=2)
     if published:
         convert_to_fp8(tmp_path / "checkpoint")
-    tested = point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference")
+    tested = make_point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference")
     tested = msgspec.structs.replace(tested, dtype="bf16", **stored)
     assert {name for name, check in compare_alone(tested, PROMPTS, NEW).items() if not check.ok} == set()
 
@@ -270,7 +270,9 @@ def test_defective_engine_fails_verification(
 ) -> None:
     """Use keys without norm or rope, KV heads in another order, and values with shifted columns."""
     write_qwen3(tmp_path / "checkpoint", kv_heads=2, num_hidden_layers=1)
-    tested = msgspec.structs.replace(point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference"), dtype=dtype)
+    tested = msgspec.structs.replace(
+        make_point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference"), dtype=dtype
+    )
     assert all(check.ok for check in compare_alone(tested, PROMPTS, NEW).values())
     monkeypatch.setattr(gqa, "split_heads", functools.partial(defect, gqa.split_heads))
     assert not compare_alone(tested, PROMPTS, NEW)["layers"].ok
@@ -279,7 +281,7 @@ def test_defective_engine_fails_verification(
 def test_missing_rope_scaling_fails_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the scaling of Llama's frequencies, which changes only the slow ones."""
     write_llama(tmp_path / "checkpoint", kv_heads=2, num_hidden_layers=1)
-    tested = point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference")
+    tested = make_point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference")
     assert all(check.ok for check in compare_alone(tested, PROMPTS, NEW).values())
     table = model.make_rope_table
     monkeypatch.setattr(

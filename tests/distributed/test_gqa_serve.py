@@ -11,7 +11,7 @@ import pytest
 from dcpbench.points.layout import Layout
 from dcpbench.serving.loads import make_requests
 from tests.distributed.checkpoints import VOCAB, write_llama, write_qwen3, write_qwen3_moe
-from tests.distributed.test_serve import LOAD, point, serve, streams
+from tests.distributed.test_serve import LOAD, make_point, read_streams, serve
 from tests.distributed.verifying import continue_greedily
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def test_answers_match_transformers(case: str, tmp_path: Path) -> None:
     write(tmp_path / "checkpoint")
     folder = str(tmp_path / "checkpoint")
     load = msgspec.structs.replace(LOAD, **changes)
-    (record,) = serve([point(folder, layout, load, **fields)], tmp_path / "run")
-    found = streams(record, tmp_path / "run")
+    (record,) = serve([make_point(folder, layout, load, **fields)], tmp_path / "run")
+    found = read_streams(record, tmp_path / "run")
     assert found == [
         continue_greedily(folder, tuple(r.prompt.tolist()), r.output_tokens) for r in make_requests(load, VOCAB)
     ]

@@ -46,7 +46,7 @@ def list_good_contexts(run: Path) -> list[int]:
     return sorted(record.point.context for record in read_records(run) if record.outcome == "ok")
 
 
-def params() -> list[object]:
+def list_params() -> list[object]:
     """Return all cases: the short ones of the moment MEASURE for `make test`, the other short ones as long tests, and the rest for `make soak`."""
     found = []
     for case in CASES:
@@ -55,7 +55,7 @@ def params() -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("case", params())
+@pytest.mark.parametrize("case", list_params())
 def test_run_survives_a_fault_and_names_its_cause(case: Case, tmp_path: Path) -> None:
     code, stderr = run_sweep(tmp_path, fault=f"{case.moment}:{case.rank}:{case.whom}:{case.what}")
     run = tmp_path / "run"

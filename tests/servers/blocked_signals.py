@@ -1,4 +1,7 @@
-"""Print which of Ctrl-C's signals are blocked in each of three client processes: `python -m tests.servers.blocked_signals`."""
+"""Print which signals of Ctrl-C and hang-ups each of three client processes blocks.
+
+python -m tests.servers.blocked_signals
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from typing import Any
 
 VOCAB = 30_000
 CACHED_FROM, LONG_FROM, BATCH_ABOVE = 256, 4_096, 2
-STEP_S = 0.02  # duration of an answer, during which others join its batch
+STEP_S = 0.02  # duration of an answer; requests that arrive meanwhile join its batch
 NOISE, BF16_STEP = 0.02, 0.0625  # rounding of logits between 8 and 16
 LOGITS, MEAN_GAP = (12.0, 16.0), 1.0  # of the likeliest token; gaps between candidates are exponential
 CANDIDATES = 6
@@ -36,14 +36,14 @@ CANDIDATES = 6
 
 @dataclasses.dataclass
 class Token:
-    """Token of an answer with the log-probabilities of the most likely tokens."""
+    """Hold a token of an answer with the log-probabilities of the likeliest tokens."""
 
     id: int
     top: dict[int, float]
 
 
 class FaultyEngine:
-    """Serve answers of all modes, and count seen prompts and running requests per mode."""
+    """Serve answers of all modes; count the seen prompts and the running requests of each mode."""
 
     def __init__(self) -> None:
         self._seen: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -79,7 +79,7 @@ class FaultyEngine:
         again = self._seen[mode, name] > 1
         await asyncio.sleep(STEP_S)
         if mode.startswith("noise"):
-            tokens = self._noisy(mode, name, body["max_tokens"], again=again, alone=self._busy[mode] == 1)
+            tokens = self._draw_noisy_tokens(mode, name, body["max_tokens"], again=again, alone=self._busy[mode] == 1)
         else:
             fault = _find_fault(mode, len(prompt), again=again, busy=self._busy[mode])
             tokens = _draw_planted_tokens(name, body["max_tokens"], fault)
@@ -87,8 +87,8 @@ class FaultyEngine:
         _write_answer(writer, body, tokens, usage)
         self._busy[mode] -= 1
 
-    def _noisy(self, mode: str, name: str, count: int, *, again: bool, alone: bool) -> list[Token]:
-        """Return tokens of a correct engine: a lone request always uses the same kernels, a batch does not."""
+    def _draw_noisy_tokens(self, mode: str, name: str, count: int, *, again: bool, alone: bool) -> list[Token]:
+        """Return tokens of a correct engine, which uses the same kernels for each single request but not for each batch."""
         rounding = random.Random(f"{mode} {again}") if alone else self._random
         tokens: list[Token] = []
         for _ in range(count):

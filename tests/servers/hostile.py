@@ -1,9 +1,10 @@
-"""Serve answers with numbers, sizes and delays that no correct server has, one fault per URL prefix of one process.
+"""Serve answers with numbers, sizes and delays that no correct server has; each URL prefix has one fault.
 
     python -m tests.servers.hostile
 
-prints `listening on http://127.0.0.1:PORT`, and runs until it is killed. A server answers trial requests (at most TRIED tokens)
-correctly, unless its fault concerns them, so that its fault affects the load.
+The program prints `listening on http://127.0.0.1:PORT`, and runs until it is killed. The name of a function is the prefix and
+the name of its server. A server answers trial requests (at most MAX_TRIAL_TOKENS tokens) correctly unless its fault is about
+them, so that the fault affects the load.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MB = 1 << 20
 
 @dataclasses.dataclass
 class Request:
-    """Request with the connection on which it is answered."""
+    """Hold a request and the connection for its answer."""
 
     writer: asyncio.StreamWriter
     method: str
@@ -34,18 +35,18 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        """Number of requested tokens."""
+        """Return the number of requested tokens."""
         return int(self.body.get("max_tokens") or 0)
 
     @property
     def prompt(self) -> int:
-        """Tokens of the prompt; words of a text."""
+        """Return the number of tokens of the prompt, or of words if it is text."""
         prompt = self.body.get("prompt") or self.body.get("messages") or ""
         return len(prompt) if isinstance(prompt, list) and "prompt" in self.body else len(str(prompt).split())
 
     @property
     def measured(self) -> bool:
-        """True if the request belongs to the load."""
+        """Return True if the request belongs to the load."""
         return self.max_tokens > MAX_TRIAL_TOKENS
 
     async def write(self, data: bytes) -> None:
@@ -54,43 +55,43 @@ class Request:
         await self.writer.drain()
 
     async def pour(self, data: bytes) -> None:
-        """Send the same bytes until the client goes away."""
+        """Send the same bytes until the client disconnects."""
         while True:
             await self.write(data)
 
-    async def drip(self, data: bytes) -> None:
-        """Send a byte every half second, again and again."""
+    async def send_slowly(self, data: bytes) -> None:
+        """Send the bytes repeatedly, one every half second."""
         while True:
             for i in range(len(data)):
                 await self.write(data[i : i + 1])
                 await asyncio.sleep(0.5)
 
-    async def plain(self, body: object, status: int = 200, more: bytes = b"") -> None:
+    async def send_json(self, body: object, status: int = 200, more: bytes = b"") -> None:
         """Send a complete answer."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         head = b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % (status, len(data))
         await self.write(head + more + b"\r\n" + data)
 
-    async def event(self, event: object) -> None:
+    async def send_event(self, event: object) -> None:
         """Send an event as a chunk of HTTP."""
         text = event if isinstance(event, bytes) else json.dumps(event, separators=(",", ":")).encode()
-        await self.chunk(b"data: " + text + b"\n\n")
+        await self.send_chunk(b"data: " + text + b"\n\n")
 
-    async def chunk(self, data: bytes) -> None:
+    async def send_chunk(self, data: bytes) -> None:
         """Send a chunk of HTTP."""
         await self.write(b"%x\r\n%s\r\n" % (len(data), data))
 
-    async def stream(self, change: Callable[[int, dict[str, Any]], object] = lambda _, event: event) -> None:
-        """Send a right stream; `change` may replace each event."""
+    async def send_stream(self, change: Callable[[int, dict[str, Any]], object] = lambda _, event: event) -> None:
+        """Send a correct stream; `change` may replace each event."""
         await self.write(STREAM)
         for number in range(self.max_tokens):
-            await self.event(change(number, self.token(number)))
+            await self.send_event(change(number, self.make_token_event(number)))
             await asyncio.sleep(0.002)
-        await self.event(b"[DONE]")
+        await self.send_event(b"[DONE]")
         await self.write(b"0\r\n\r\n")
 
-    def token(self, number: int) -> dict[str, Any]:
-        """Return the event of one token, with right usage."""
+    def make_token_event(self, number: int) -> dict[str, Any]:
+        """Return the event of one token with the correct usage."""
         end = "length" if number + 1 == self.max_tokens else None
         output = {"delta": {"content": " a"}} if "messages" in self.body else {"text": " a"}
         choice = {"index": 0, "finish_reason": end, **output}
@@ -103,7 +104,7 @@ Answer = Callable[[Request], Awaitable[None]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Server:
-    """Describe one hostile server, and how dcpbench has to react to it."""
+    """Describe one hostile server, and how dcpbench must react to it."""
 
     answer: Answer
     path: str = "/completions"  # suffix of the paths with faulty answers
@@ -118,7 +119,7 @@ SERVERS: dict[str, Server] = {}
 
 
 def register_server(**about: Any) -> Callable[[Answer], Answer]:
-    """Add a server under the name of the function that answers for it."""
+    """Return a decorator that adds a server with the name of the decorated function, which answers its requests."""
 
     def add(answer: Answer) -> Answer:
         SERVERS[answer.__name__] = Server(answer=answer, **about)
@@ -131,23 +132,23 @@ def add_events(name: str, change: Callable[[int, dict[str, Any]], object], **abo
     """Add a server that streams, and changes the events of a load."""
 
     async def answer(request: Request) -> None:
-        await (request.stream(change) if request.measured else answer_correctly(request))
+        await (request.send_stream(change) if request.measured else answer_correctly(request))
 
     SERVERS[name] = Server(answer=answer, **about)
 
 
 def change_usage(**fields: object) -> Callable[[int, dict[str, Any]], object]:
-    """Return a change of the usage of each event."""
+    """Return a function that changes fields of the usage of each event."""
     return lambda _, event: event | {"usage": event["usage"] | fields}
 
 
 def change_choice(**fields: object) -> Callable[[int, dict[str, Any]], object]:
-    """Return a change of the choice of each event."""
+    """Return a function that changes fields of the choice of each event."""
     return lambda _, event: event | {"choices": [event["choices"][0] | fields]}
 
 
 def replace_event(text: bytes) -> Callable[[int, dict[str, Any]], object]:
-    """Return a replacement of each event."""
+    """Return a function that replaces each event by this text."""
     return lambda *_: text
 
 
@@ -207,13 +208,13 @@ add_events(
 
 
 async def answer_correctly(request: Request) -> None:
-    """Answer as a right server does."""
+    """Answer correctly."""
     if request.path.endswith("/v1/models"):
-        await request.plain(MODELS)
+        await request.send_json(MODELS)
     elif request.path.endswith("/completions"):
-        await (request.stream() if request.body.get("stream") else answer_without_stream(request))
+        await (request.send_stream() if request.body.get("stream") else answer_without_stream(request))
     else:
-        await request.plain({"detail": "Not Found"}, 404)
+        await request.send_json({"detail": "Not Found"}, 404)
 
 
 SERVERS["right"] = Server(answer=answer_correctly)
@@ -222,11 +223,11 @@ SERVERS["right"] = Server(answer=answer_correctly)
 async def answer_without_stream(request: Request) -> None:
     """Answer without a stream."""
     usage = {"prompt_tokens": request.prompt, "completion_tokens": request.max_tokens}
-    await request.plain({"choices": [{"text": " a", "finish_reason": "length"}], "usage": usage})
+    await request.send_json({"choices": [{"text": " a", "finish_reason": "length"}], "usage": usage})
 
 
 def answer_load_only(answer: Answer) -> Answer:
-    """Return an answer that only requests of the load get."""
+    """Return a function that answers requests of the load with `answer`, and other requests correctly."""
 
     async def found(request: Request) -> None:
         await (answer(request) if request.measured else answer_correctly(request))
@@ -314,8 +315,8 @@ async def endless_trailers(request: Request) -> None:
 async def silent_after_done(request: Request) -> None:
     """Send a complete stream, and never end its last chunk."""
     await request.write(STREAM)
-    await request.event(request.token(request.max_tokens - 1))
-    await request.event(b"[DONE]")
+    await request.send_event(request.make_token_event(request.max_tokens - 1))
+    await request.send_event(b"[DONE]")
     await asyncio.sleep(3600)
 
 
@@ -331,7 +332,7 @@ async def silent(request: Request) -> None:
 @answer_load_only
 async def head_byte_by_byte(request: Request) -> None:
     """Send a byte of a head every half second."""
-    await request.drip(b"HTTP/1.1 200 OK\r\nX-Long: " + b"x" * 1000)
+    await request.send_slowly(b"HTTP/1.1 200 OK\r\nX-Long: " + b"x" * 1000)
 
 
 @register_server(kind="time-out")
@@ -340,16 +341,16 @@ async def event_byte_by_byte(request: Request) -> None:
     """Send a byte of an event every half second."""
     await request.write(STREAM)
     for letter in b'data: {"choices":[{"text":"' + b"x" * 1000:
-        await request.chunk(bytes([letter]))
+        await request.send_chunk(bytes([letter]))
         await asyncio.sleep(0.5)
 
 
 @register_server(kind="not HTTP")
 @answer_load_only
 async def continues_3500_times(request: Request) -> None:
-    """Send 3,500 interim heads at once, and then a right answer."""
+    """Send 3,500 interim heads at once, and then a correct answer."""
     await request.write(CONTINUE * 3500)
-    await request.stream()
+    await request.send_stream()
 
 
 @register_server(kind="not HTTP")
@@ -417,36 +418,36 @@ async def compressed(request: Request) -> None:
 @answer_load_only
 async def redirects_to_60000_characters(request: Request) -> None:
     """Redirect to an address with escape sequences."""
-    await request.plain(b"", 301, b"Location: http://\x1b[2J" + b"x" * 60_000 + b"\r\n")
+    await request.send_json(b"", 301, b"Location: http://\x1b[2J" + b"x" * 60_000 + b"\r\n")
 
 
 @register_server(kind="HTTP 503", options="--client retries=3")
 @answer_load_only
 async def busy_for_1e400_seconds(request: Request) -> None:
-    """Send the client away for longer than a float can hold."""
-    await request.plain({"error": "busy"}, 503, b"Retry-After: " + b"9" * 400 + b"\r\n")
+    """Ask the client to retry after more seconds than a float can hold."""
+    await request.send_json({"error": "busy"}, 503, b"Retry-After: " + b"9" * 400 + b"\r\n")
 
 
 @register_server(kind="HTTP 500")
 @answer_load_only
 async def error_of_10_megabytes(request: Request) -> None:
     """Send an error with a long body."""
-    await request.plain(b"x" * (10 * MB), 500)
+    await request.send_json(b"x" * (10 * MB), 500)
 
 
 @register_server(kind="no stream", all_fail=False)
 @answer_load_only
 async def more_answers_than_requests(request: Request) -> None:
-    """Send a right answer, and another one that belongs to no request: it arrives as the answer to the next one."""
-    await request.stream()
-    await request.plain({"choices": [{"text": "smuggled"}]})
+    """Send a correct answer and an additional one, which arrives as the answer to the next request."""
+    await request.send_stream()
+    await request.send_json({"choices": [{"text": "smuggled"}]})
 
 
 @register_server(path="/v1/models", refused="no complete answer came for 10 s", waits_s=10.0)
 async def models_byte_by_byte(request: Request) -> None:
     """List models, a byte every half second."""
     await request.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
-    await request.drip(b" ")
+    await request.send_slowly(b" ")
 
 
 @register_server(path="/v1/models", refused="longer than 4,194,304 bytes")
@@ -459,44 +460,44 @@ async def models_without_end(request: Request) -> None:
 @register_server(path="/v1/models", refused="name one with --model")
 async def models_200000(request: Request) -> None:
     """List as many models as fit into the limit."""
-    await request.plain({"data": [{"id": f"{i}"} for i in range(200_000)]})
+    await request.send_json({"data": [{"id": f"{i}"} for i in range(200_000)]})
 
 
 @register_server(path="/v1/models", refused="the server names no model")
 async def models_with_strange_names(request: Request) -> None:
     """List models with names that no file or terminal can have."""
-    await request.plain({"data": [{"id": name} for name in ("\x1b[2J", "a\0b", "x" * 100_000, "\ud800", "")]})
+    await request.send_json({"data": [{"id": name} for name in ("\x1b[2J", "a\0b", "x" * 100_000, "\ud800", "")]})
 
 
 @register_server(path="/v1/models")
 async def model_len_1e30(request: Request) -> None:
     """Report a context length that is no number of tokens."""
-    await request.plain(b'{"data":[{"id":"m","max_model_len":1e30}]}')
+    await request.send_json(b'{"data":[{"id":"m","max_model_len":1e30}]}')
 
 
 @register_server(path="/v1/models")
 async def model_len_negative(request: Request) -> None:
     """Report a negative context length."""
-    await request.plain({"data": [{"id": "m", "max_model_len": -1}]})
+    await request.send_json({"data": [{"id": "m", "max_model_len": -1}]})
 
 
 @register_server(path="/v1/models", refused="the server names no model")
 async def models_nested_deep(request: Request) -> None:
     """List models nested too deep for a parser."""
-    await request.plain(b'{"data":' + b"[" * 200_000)
+    await request.send_json(b'{"data":' + b"[" * 200_000)
 
 
 @register_server(path="/v1/models")
 async def model_named_like_a_path(request: Request) -> None:
     """List a model with a name that leads out of a folder."""
-    await request.plain({"data": [{"id": "../../../../tmp/.."}]})
+    await request.send_json({"data": [{"id": "../../../../tmp/.."}]})
 
 
 @register_server(path="/metrics")
 async def metrics_of_64_megabytes(request: Request) -> None:
     """Report as many metrics as no engine has."""
     line = b'vllm:num_preemptions_total{engine="0"} 1.0\n'
-    await request.plain(line * (64 * MB // len(line)))
+    await request.send_json(line * (64 * MB // len(line)))
 
 
 @register_server(path="/metrics")
@@ -504,13 +505,13 @@ async def metrics_of_15_megabytes(request: Request) -> None:
     """Report as many metrics as fit into the limit, of one name and of many."""
     line = b'vllm:prefix_cache_hits_total{engine="0",model="m"} 1.0\n'
     others = b"".join(b"metric_%d 1\n" % i for i in range(100_000))
-    await request.plain(line * (13 * MB // len(line)) + others)
+    await request.send_json(line * (13 * MB // len(line)) + others)
 
 
 @register_server(path="/metrics")
 async def metrics_in_one_line(request: Request) -> None:
-    """Report a line that patterns search for long."""
-    await request.plain(
+    """Report lines that regular expressions search for a long time."""
+    await request.send_json(
         b"vllm:cache_config_info{" + b"a" * (14 * MB) + b"} 1\n" + (b"vllm:x{" + b"a" * 15_000 + b"}\n") * 60
     )
 
@@ -520,7 +521,7 @@ async def metrics_infinite(request: Request) -> None:
     """Report counters that are no numbers."""
     names = ("vllm:num_preemptions_total", "vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")
     values = ("+Inf", "NaN", "-1", "1e308", "-Inf", "1e308", "9" * 5000)
-    await request.plain("".join(f'{n}{{engine="{v[:9]}"}} {v}\n' for n in names for v in values).encode())
+    await request.send_json("".join(f'{n}{{engine="{v[:9]}"}} {v}\n' for n in names for v in values).encode())
 
 
 @register_server(path="/metrics")
@@ -528,59 +529,59 @@ async def metrics_with_26_digits(request: Request) -> None:
     """Report a KV cache that no machine has."""
     labels = f'block_size="16",num_gpu_blocks="{"9" * 26}",cache_dtype="{"x" * 9000}"'
     more = f'vllm:cache_config_info{{block_size="{"9" * 5000}",num_gpu_blocks="{"9" * 5000}"}} 1\n'
-    await request.plain(f"vllm:cache_config_info{{{labels}}} 1\n{more}".encode())
+    await request.send_json(f"vllm:cache_config_info{{{labels}}} 1\n{more}".encode())
 
 
 @register_server(path="/metrics", waits_s=10.0)
 async def metrics_byte_by_byte(request: Request) -> None:
     """Report metrics, a byte every half second."""
     await request.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n")
-    await request.drip(b"#")
+    await request.send_slowly(b"#")
 
 
 @register_server(path="/version")
 async def version_of_a_megabyte(request: Request) -> None:
     """Report a long version with an escape sequence."""
-    await request.plain({"version": "\x1b]0;x\x07\n" + "9" * MB})
+    await request.send_json({"version": "\x1b]0;x\x07\n" + "9" * MB})
 
 
 @register_server(path="/server_info")
 async def server_info_of_strange_values(request: Request) -> None:
     """Report values of the wrong types."""
     strange = {"tp_size": 10**4000, "dp_size": [[]] * 100_000, "dtype": "\x1b[2J" * 1000, "page_size": None}
-    await request.plain(strange | {"model_path": {}, "version": 5, "max_total_num_tokens": 10**26})
+    await request.send_json(strange | {"model_path": {}, "version": 5, "max_total_num_tokens": 10**26})
 
 
 @register_server(refused="do not follow the prompt", options="--endpoint chat", path="/chat/completions")
 async def counts_every_prompt_as_9_tokens(request: Request) -> None:
-    """Accept text alone, and report the same count for all prompts."""
+    """Accept only text, and report the same number of tokens for all prompts."""
     if request.body.get("stream"):
-        await request.stream()
+        await request.send_stream()
     else:
-        await request.plain({"choices": [{}], "usage": {"prompt_tokens": 9, "completion_tokens": 1}})
+        await request.send_json({"choices": [{}], "usage": {"prompt_tokens": 9, "completion_tokens": 1}})
 
 
 @register_server(
     refused="usage.prompt_tokens is 1,000,000,000,000", options="--endpoint chat", path="/chat/completions"
 )
 async def counts_a_prompt_as_1e12_tokens(request: Request) -> None:
-    """Accept text alone, and count more than was sent."""
+    """Accept only text, and report too many tokens."""
     if request.body.get("stream"):
-        await request.stream()
+        await request.send_stream()
     else:
-        await request.plain({"choices": [{}], "usage": {"prompt_tokens": 10**12, "completion_tokens": 1}})
+        await request.send_json({"choices": [{}], "usage": {"prompt_tokens": 10**12, "completion_tokens": 1}})
 
 
 @register_server(refused="accepts no request")
 async def refuses_everything(request: Request) -> None:
-    """Break each stream off."""
+    """End each stream early."""
     await request.write(STREAM)
-    await request.event({"error": {"message": "no"}})
+    await request.send_event({"error": {"message": "no"}})
 
 
 @register_server(refused="no token came", waits_s=2.0)
 async def trials_never_answered(request: Request) -> None:
-    """Never answer, from the first request on."""
+    """Never answer any request."""
     del request
     await asyncio.sleep(3600)
 

@@ -231,7 +231,7 @@ def fetch_fake_info(answers: dict[str, object]) -> info.ServerInfo:
     return asyncio.run(info.fetch_info(FakeClient()))  # type: ignore[arg-type]
 
 
-def capacity(found: info.ServerInfo) -> int | None:
+def get_capacity(found: info.ServerInfo) -> int | None:
     """Return its KV capacity without data or context parallelism."""
     return found.with_kv_capacity(dp=0, dcp=1).kv_capacity_tokens
 
@@ -246,7 +246,7 @@ def test_engine_version_and_kv_capacity_are_detected() -> None:
         for n in (0, 1)
     )
     vllm = fetch_fake_info({"/v1/models": CARDS, "/version": {"version": "0.32.0"}, "/metrics": metrics})
-    assert (vllm.engine, vllm.version, capacity(vllm)) == ("vllm", "0.32.0", 3200)
+    assert (vllm.engine, vllm.version, get_capacity(vllm)) == ("vllm", "0.32.0", 3200)
     assert vllm.facts == {"cache_dtype": "fp8", "block_size": "16"}
     assert vllm.find_model(None).max_model_len == 4096
     (path,) = info.SGLANG_INFO[:1]
@@ -254,15 +254,15 @@ def test_engine_version_and_kv_capacity_are_detected() -> None:
     sglang = fetch_fake_info(
         {"/v1/models": CARDS, path: {"version": "0.5", "internal_states": states, "model_path": "/v3"}}
     )
-    assert (sglang.engine, sglang.version, capacity(sglang)) == ("sglang", "0.5", 5000)
+    assert (sglang.engine, sglang.version, get_capacity(sglang)) == ("sglang", "0.5", 5000)
     own = fetch_fake_info({"/v1/models": CARDS, path: {"max_total_num_tokens": 7000, "internal_states": states}})
-    assert (capacity(own), own.version) == (5000, "")
+    assert (get_capacity(own), own.version) == (5000, "")
     odd = fetch_fake_info(
         {"/v1/models": CARDS, path: {"max_total_num_tokens": True, "internal_states": []}, "/version": {"version": 5}}
     )
-    assert (odd.engine, capacity(odd)) == ("sglang", None)
+    assert (odd.engine, get_capacity(odd)) == ("sglang", None)
     plain = fetch_fake_info({"/v1/models": CARDS, "/version": "[1", "/metrics": RequestError("closed", "gone")})
-    assert (plain.engine, plain.version, capacity(plain), plain.facts) == ("openai", "", None, {})
+    assert (plain.engine, plain.version, get_capacity(plain), plain.facts) == ("openai", "", None, {})
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class Echo(FakeServer):
         super().__init__(Script(gap_ms=1.0), Model(engine="sglang" if mode == "facts of SGLang" else "vllm"))
         self.mode = mode
 
-    async def _other(self, writer: asyncio.StreamWriter, method: str, path: str) -> bool:
+    async def _serve_other_path(self, writer: asyncio.StreamWriter, method: str, path: str) -> bool:
         if path == "/v1/models" and self.mode == "models":
             return await _answer(writer, 401, f'{{"error": {{"message": "{LONG}wrong key {KEY}"}}}}')
         if path == "/v1/models" and self.mode == "name of the model":
@@ -55,7 +55,7 @@ class Echo(FakeServer):
             return await _answer(writer, 200, f"vllm:cache_config_info{{{label}}} 1.0\n", "text/plain")
         if path.endswith("_profile") and self.mode == "profiler":
             return await _answer(writer, 500, f"no profile for {KEY}", "text/plain")
-        return await super()._other(writer, method, path)
+        return await super()._serve_other_path(writer, method, path)
 
     async def _complete(self, writer: asyncio.StreamWriter, path: str, headers: dict[str, str], body: bytes) -> bool:
         tried = b'"max_tokens":2,' in body and self.mode.startswith("later ")

@@ -1,4 +1,4 @@
-"""Synthetic launches with the noise of real ones. None of these numbers was measured."""
+"""Build synthetic launches with the noise of real ones. None of these numbers was measured."""
 
 from __future__ import annotations
 

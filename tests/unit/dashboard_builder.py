@@ -1,4 +1,4 @@
-"""Synthetic histories for tests of the dashboard. None of these numbers was measured."""
+"""Build synthetic histories for tests of the dashboard. None of these numbers was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Result files of vLLM and SGLang with their fields, and served points of dcpbench with samples. None was measured."""
+"""Build result files of vLLM and SGLang, and served points of dcpbench with samples. None was measured."""
 
 from __future__ import annotations
 

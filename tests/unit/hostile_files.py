@@ -101,7 +101,7 @@ HOSTILE = (  # values that replace others
 
 
 def damage_text(text: bytes, rng: random.Random) -> bytes:
-    """Return the text with a flipped bit, a piece removed, doubled or truncated, or a value replaced by a hostile one."""
+    """Return the text with random damage: a flipped bit, a removed or doubled piece, a cut end, or a hostile value."""
     kind = rng.randrange(5)
     begin = rng.randrange(len(text))
     end = min(begin + rng.choice((1, 2, 8, 64, 512)), len(text))
@@ -226,7 +226,7 @@ BASELINE = encode_json(baseline.Baseline(baseline_version=baseline.VERSION, dete
 
 
 class Kind(NamedTuple):
-    """A kind of file."""
+    """Describe a kind of file."""
 
     name: str  # name of the file
     good: Callable[[Path], bytes] | bytes  # content of a good file, or a function that makes it in a folder

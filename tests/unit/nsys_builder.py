@@ -1,4 +1,4 @@
-"""Traces of torch.profiler written as nsys exports, with the same events in the tables that NVIDIA documents.
+"""Write traces of torch.profiler as nsys exports, with the same events in the tables that NVIDIA documents.
 
 The schema is that of "SQLite Schema Reference" in NVIDIA's Post-Collection Analysis Guide, version 3.16; parquetdir has the same
 tables, and jsonlines the keys that public readers use.
@@ -67,7 +67,7 @@ def convert_to_ns(us: float) -> int:
 
 
 class Export:
-    """The tables of one recording, with a trace for each process."""
+    """Hold the tables of one recording, with a trace for each process."""
 
     def __init__(self) -> None:
         self.tables: defaultdict[str, list[Row]] = defaultdict(list)

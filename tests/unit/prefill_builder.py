@@ -1,4 +1,4 @@
-"""Steps with prompt chunks on an engine of tests/unit/engine_builder.py or of a real rank."""
+"""Run steps with prompt chunks on an engine of tests/unit/engine_builder.py or of a real rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Prompt:
-    """A request with memory for all of its tokens, of which some are stored."""
+    """Hold a request with memory for all of its tokens; some of them are stored."""
 
     tokens: list[int]
     request: Request
@@ -48,8 +48,8 @@ def run_step(
 ) -> torch.Tensor:
     """Return logits [rows, vocab] of a step with a token of each decode, the tokens of each chunk, and padding rows.
 
-    `last_only` asks for the logits of each decode and of each chunk's last token. With `pieces` the step runs in them,
-    with the padding rows that they need. `live` is that of StepInput.
+    `last_only` selects the logits of each decode and of each chunk's last token. With `pieces` the step runs in pieces,
+    with the padding rows that they need. `live` is the field of StepInput.
     """
     rows = [(p.request.slot, p.stored, p.tokens[p.stored]) for p in decodes]
     planned = []

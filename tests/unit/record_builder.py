@@ -1,4 +1,4 @@
-"""Synthetic records for tests of the reports. None of these numbers was measured."""
+"""Build synthetic records for tests of the reports. None of these numbers was measured."""
 
 from __future__ import annotations
 

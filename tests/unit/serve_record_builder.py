@@ -1,4 +1,4 @@
-"""Records of served loads, made by the real scheduler in virtual time with synthetic step times. Nothing is measured."""
+"""Build records of served loads with the real scheduler, in virtual time with synthetic step times. Nothing is measured."""
 
 from __future__ import annotations
 

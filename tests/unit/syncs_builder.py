@@ -1,4 +1,4 @@
-"""Synthetic reports for tests of gate, formats and command line. None of these numbers was measured."""
+"""Build synthetic reports for tests of gate, formats and command line. None of these numbers was measured."""
 
 from __future__ import annotations
 
@@ -72,9 +72,7 @@ def make_report(*sites: Site, traces: list[TraceSummary] | None = None) -> Repor
 
 
 def make_report_of_all_kinds() -> Report:
-    """Return a site of every standing: findings with and without a place, allowed, warm-up, own, and one that may
-    block.
-    """
+    """Return a report with one site of each kind: with and without a place, allowed, in warm-up, internal, and possibly blocking."""
     return make_report(
         make_site("f1"),
         make_site(

@@ -22,11 +22,11 @@ RETURN after the end of a wait."""
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One thing that the host does next.
+    """Describe one action of the host.
 
-    work: something else, `length` long. launch: a kernel of this length on a stream, after all that stream `behind` has
-    to do, where one is named. item: a copy on a stream, and a wait for it. stream, device, event: waits for a stream,
-    for all of them, for a piece of work behind which `length` others were launched.
+    work: other work of duration `length`. launch: a kernel of this length on a stream, after all work of the stream
+    `behind` if it is given. item: a copy on a stream, and a wait for it. stream, device: a wait for a stream, or for all
+    streams. event: a wait for work after which `length` further kernels were launched.
     """
 
     do: Literal["work", "launch", "item", "stream", "device", "event"]
@@ -39,8 +39,8 @@ class Step:
 class Run:
     """Hold the events of a program; times are (start, end)."""
 
-    waits: dict[int, tuple[int, int]]  # step -> the call in which the host waited
-    dry: dict[int, bool]  # step -> whether nothing ran and nothing was queued when that call began
+    waits: dict[int, tuple[int, int]]  # start and end of each waiting call, by step
+    dry: dict[int, bool]  # by step: True if the GPU had no work at the begin of the call
     launches: list[tuple[int, int]]
     work: list[tuple[int, int]]  # work of each launch, in the same order
 

@@ -47,7 +47,7 @@ def quick_pages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def data(out: Path, name: str) -> Any:
+def read_data(out: Path, name: str) -> Any:
     """Return the content of a data file of the site; histories have numbers."""
     (path,) = (out / "data").glob(f"{name}-*.js")
     text = path.read_text()
@@ -56,7 +56,7 @@ def data(out: Path, name: str) -> Any:
     return json.loads(text[len(start) :].removesuffix(");\n"))
 
 
-def tree(out: Path) -> dict[str, bytes]:
+def read_tree(out: Path) -> dict[str, bytes]:
     return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
 
 
@@ -122,11 +122,11 @@ class TestRunDiscovery:
     def test_a_folder_without_runs_does_not_empty_a_site_that_has_pages(self, tmp_path: Path) -> None:
         runs = dashboard_builder.write_history(tmp_path / "runs", runs=1, count=1)
         site.build(runs, tmp_path / "site")
-        before = tree(tmp_path / "site")
+        before = read_tree(tmp_path / "site")
         (tmp_path / "other").mkdir()
         with pytest.raises(RecordsError, match=r"other holds no run .* is left as it is"):
             site.build(tmp_path / "other", tmp_path / "site", force=True, emptied=False)
-        assert tree(tmp_path / "site") == before
+        assert read_tree(tmp_path / "site") == before
 
     def test_a_path_that_is_no_folder_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="is no folder"):
@@ -254,13 +254,13 @@ class TestData:
     def test_a_step_of_5_percent_is_marked_with_its_runs(self, tmp_path: Path) -> None:
         built = site.build(dashboard_builder.write_history(tmp_path / "runs", count=2, step_at=25), tmp_path / "site")
         assert (built.runs, built.points, built.entries) == (40, 2, 80)
-        found = data(tmp_path / "site", "measure-output_tok_s_per_gpu")
+        found = read_data(tmp_path / "site", "measure-output_tok_s_per_gpu")
         (change,) = found["changes"]
         line, before, after, ratio, low, high, *_ = change
         assert (before, after) == (24, 25)
         assert low < 0.95 < high
         assert ratio == pytest.approx(0.95, abs=0.015)
-        history = data(tmp_path / "site", "history-0")[line]
+        history = read_data(tmp_path / "site", "history-0")[line]
         assert history["changes"]["step_ms"][0][:2] == [24, 25]
         assert sum(history["run"]) == 39, "runs are kept as distances: 0, 1, 1, … to the 39th"
 
@@ -269,13 +269,13 @@ class TestData:
         record_builder.write_records(tmp_path / "runs" / "a", [record])
         site.build(tmp_path / "runs", tmp_path / "site")
         assert record.metrics is not None
-        found = data(tmp_path / "site", "measure-step_ms")
+        found = read_data(tmp_path / "site", "measure-step_ms")
         interval = record.metrics.step_ms
         for name, value in (("value", interval.median), ("low", interval.low), ("high", interval.high)):
             assert found[name] == [pytest.approx(value, rel=1e-4)]
-        per_gpu = data(tmp_path / "site", "measure-output_tok_s_per_gpu")["value"]
+        per_gpu = read_data(tmp_path / "site", "measure-output_tok_s_per_gpu")["value"]
         assert per_gpu == [pytest.approx(record.metrics.output_tok_s_per_gpu, rel=1e-4)]
-        index = data(tmp_path / "site", "index")
+        index = read_data(tmp_path / "site", "index")
         assert index["words"]["layout"] == ["tp4·dcp4"]
         assert index["lines"]["context"] == [4000]
 
@@ -287,7 +287,7 @@ class TestData:
                 tmp_path / "runs" / f"{run}", [record_builder.make_cpu_record(point, median_ms=slow + run / 100)]
             )
         built = site.build(tmp_path / "runs", tmp_path / "site")
-        index = data(tmp_path / "site", "index")
+        index = read_data(tmp_path / "site", "index")
         assert built.changes == 0
         assert index["lines"]["cpu"] == [1]
         assert set(index["runs"]["cpu"]) == {1}
@@ -300,12 +300,12 @@ class TestData:
         failed = record_builder.make_failed_record(record_builder.make_point(model="x" * 10_000_000), reason=HOSTILE)
         record_builder.write_records(tmp_path / "runs" / "a<b>", [record, failed])
         site.build(tmp_path / "runs", tmp_path / "site")
-        for name, content in tree(tmp_path / "site").items():
+        for name, content in read_tree(tmp_path / "site").items():
             if name.startswith(("data/", "index", "site")):
                 assert b"<script>globalThis" not in content
                 assert b"onerror" not in content or b"\\u003cimg" in content
                 assert len(content) < 100_000, "long strings are cut"
-        assert HOSTILE in data(tmp_path / "site", "index")["words"]["model"]
+        assert HOSTILE in read_data(tmp_path / "site", "index")["words"]["model"]
 
     def test_nan_and_infinity_become_null(self) -> None:
         from dcpbench.dashboard.data import _to_json_number
@@ -364,10 +364,10 @@ class TestBuildingAgain:
         shutil.copytree(one, tmp_path / "two" / "runs", copy_function=shutil.copyfile)
         dashboard_builder.write_history(tmp_path / "two" / "runs" / "more", runs=1, count=1)
         site.build(tmp_path / "two" / "runs", tmp_path / "b")
-        assert tree(tmp_path / "a") != tree(tmp_path / "b")
+        assert read_tree(tmp_path / "a") != read_tree(tmp_path / "b")
         shutil.rmtree(tmp_path / "two" / "runs" / "more")
         site.build(tmp_path / "two" / "runs", tmp_path / "b")
-        assert tree(tmp_path / "a") == tree(tmp_path / "b")
+        assert read_tree(tmp_path / "a") == read_tree(tmp_path / "b")
 
     def test_unchanged_files_keep_their_modification_times(self, tmp_path: Path) -> None:
         runs = dashboard_builder.write_history(tmp_path / "runs", runs=2, count=1)
@@ -440,13 +440,13 @@ class TestBuildingAgain:
     ) -> None:
         runs = dashboard_builder.write_history(tmp_path / "runs", runs=2, count=1)
         site.build(runs, tmp_path / "site")
-        before = tree(tmp_path / "site")
+        before = read_tree(tmp_path / "site")
         dashboard_builder.write_history(runs / "new", runs=1, count=2)
         with monkeypatch.context() as patch:
             patch.setattr(data_files, "build_content", lambda *_: (tmp_path / "no" / "such").read_bytes())
             with pytest.raises(OutputError):
                 site.build(runs, tmp_path / "site")
-        after = tree(tmp_path / "site")
+        after = read_tree(tmp_path / "site")
         assert {name: after[name] for name in before if name != discovery.STATE_FILE} == {
             name: content for name, content in before.items() if name != discovery.STATE_FILE
         }
@@ -474,7 +474,7 @@ class TestBuildingAgain:
         built = site.build(dashboard_builder.write_history(tmp_path / "runs", runs=4, count=1), tmp_path / "site")
         assert seen == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
         assert built.pages_made == 4
-        assert data(tmp_path / "site", "index")["runs"]["page"] == [1, 1, 1, 1]
+        assert read_data(tmp_path / "site", "index")["runs"]["page"] == [1, 1, 1, 1]
 
     def test_a_folder_without_runs_writes_nothing(self, tmp_path: Path) -> None:
         """The error names the reason for each file that was left out."""
@@ -523,7 +523,7 @@ class TestBuildingAgain:
         runs = dashboard_builder.write_history(tmp_path / "runs", runs=1, count=1)
         built = site.build(runs, tmp_path / "site")
         assert built.skipped == ["run-000: no page, because of a bug"]
-        index = data(tmp_path / "site", "index")
+        index = read_data(tmp_path / "site", "index")
         assert (index["runs"]["page"], index["runs"]["records"]) == ([0], [1])
 
 
@@ -538,7 +538,7 @@ class TestLatestChanges:
     def test_index_lists_latest_changes_with_intervals_and_runs(self, tmp_path: Path) -> None:
         """One of two points is 5 % slower from the 26th run on: between run-024 and run-025, in several metrics."""
         site.build(dashboard_builder.write_history(tmp_path / "runs", count=2, cv=0.001), tmp_path / "site")
-        index = data(tmp_path / "site", "index")
+        index = read_data(tmp_path / "site", "index")
         (step,) = index["latest"]["steps"]
         assert [index["runs"]["name"][step[k]] for k in ("before", "after")] == ["run-024", "run-025"]
         assert (step["points"], index["latest"]["more"]) == (1, 0)
@@ -556,7 +556,7 @@ class TestLatestChanges:
         for path in runs.glob("*/records.jsonl"):
             path.write_text(re.sub(r'"git_commit":"\d{7}abcdef"', '"git_commit":"0000001abcdef"', path.read_text()))
         site.build(runs, tmp_path / "site")
-        (step,) = data(tmp_path / "site", "index")["latest"]["steps"]
+        (step,) = read_data(tmp_path / "site", "index")["latest"]["steps"]
         assert step["same_code"] == 1
 
     def test_points_of_a_layout_with_similar_changes_are_one_group(self, tmp_path: Path) -> None:
@@ -570,7 +570,7 @@ class TestLatestChanges:
             ]
             record_builder.write_records(tmp_path / "runs" / f"run-{run:03d}", found)
         site.build(tmp_path / "runs", tmp_path / "site")
-        index = data(tmp_path / "site", "index")
+        index = read_data(tmp_path / "site", "index")
         (step,) = index["latest"]["steps"]
         assert (step["points"], step["worse"], step["better"], step["omitted"]) == (16, 16, 0, 0)
         assert [group["points"] for group in step["groups"]] == [1, 4, 4, 4, 3]
@@ -604,7 +604,7 @@ class TestLatestChanges:
             ]
             record_builder.write_records(tmp_path / "runs" / f"run-{run:03d}", found)
         site.build(tmp_path / "runs", tmp_path / "site")
-        (step,) = data(tmp_path / "site", "index")["latest"]["steps"]
+        (step,) = read_data(tmp_path / "site", "index")["latest"]["steps"]
         assert (step["worse"], step["better"]) == (8, 8)
         assert [group["points"] for group in step["groups"]] == [1] * data_files.MAX_GROUPS
         assert step["omitted"] == 16 - data_files.MAX_GROUPS
@@ -635,7 +635,7 @@ class TestLatestChanges:
             found = [dashboard_builder.make_record(point, run, faster=0.9 ** (run // 6))]
             record_builder.write_records(tmp_path / "runs" / f"run-{run:03d}", found)
         site.build(tmp_path / "runs", tmp_path / "site")
-        latest = data(tmp_path / "site", "index")["latest"]
+        latest = read_data(tmp_path / "site", "index")["latest"]
         assert ([step["after"] for step in latest["steps"]], latest["more"]) == ([24, 18, 12], 1)
 
 
@@ -656,7 +656,7 @@ class TestOutputFolder:
         for force in (False, True):
             with pytest.raises(OutputError, match="holds no dashboard; give a new folder with -o"):
                 site.build(runs, tmp_path / "mine", force=force)
-        assert tree(tmp_path / "mine") == {"index.html": b"mine"}
+        assert read_tree(tmp_path / "mine") == {"index.html": b"mine"}
 
     def test_unfinished_site_can_be_built_again(self, tmp_path: Path) -> None:
         runs = dashboard_builder.write_history(tmp_path / "runs", runs=1, count=1)
@@ -707,7 +707,7 @@ def test_index_states_how_many_layers_were_held_and_reused(tmp_path: Path) -> No
             tmp_path / "runs" / f"{run}", [msgspec.structs.replace(one, conditions=conditions)]
         )
     site.build(tmp_path / "runs", tmp_path / "site", on_progress=lambda _: None)
-    index = data(tmp_path / "site", "index")
+    index = read_data(tmp_path / "site", "index")
     (how,) = index["words"]["how"]
     assert how.split(" · ")[-1] == f"{NO_FIT}: 14 of 61 layers held and reused"
     assert index["lines"]["runs"] == [2]

@@ -70,7 +70,7 @@ def test_emulated_steps_are_compared_with_those_of_the_grid(tmp_path: Path) -> N
     assert text[-1] == "1 of 1 within 5%, off by +2.5% to +2.5%."
 
 
-def served(rate: float, mode: str, faster: float) -> Record:
+def make_served_record(rate: float, mode: str, faster: float) -> Record:
     """Return a served record with an output rate scaled by `faster`."""
     record = serving.make_served_record(
         serving.make_point(DCP2, changed={"mode": mode, "arrival": "gamma", "request_rate": rate})
@@ -82,9 +82,12 @@ def served(rate: float, mode: str, faster: float) -> Record:
 
 def test_replay_is_compared_with_the_live_run_of_its_rate(tmp_path: Path) -> None:
     """Replay has 4 % more output than live at 2 requests/s, and 8 % at 4, above the limit of 5 %."""
-    build.write_records(tmp_path / "served" / "live-open", [served(2.0, "live", 1.0), served(4.0, "live", 2.0)])
     build.write_records(
-        tmp_path / "replays" / "replay-open", [served(2.0, "replay", 1.04), served(4.0, "replay", 2.16)]
+        tmp_path / "served" / "live-open", [make_served_record(2.0, "live", 1.0), make_served_record(4.0, "live", 2.0)]
+    )
+    build.write_records(
+        tmp_path / "replays" / "replay-open",
+        [make_served_record(2.0, "replay", 1.04), make_served_record(4.0, "replay", 2.16)],
     )
     rows = [row for row in report.format_served(tmp_path) if "| replay |" in row]
     assert [row.split("|")[1].rpartition(", ")[2].strip() for row in rows] == ["2 requests/s", "4 requests/s"]

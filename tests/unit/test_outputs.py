@@ -252,7 +252,7 @@ def test_verdicts_on_answers_of_servers(tmp_path: Path) -> None:
     lines = []
     for name, servers in sides.items():
         for contexts in ((64,), (256, 1024)):
-            report = agreeing.compared(*servers, contexts=contexts)
+            report = agreeing.judge_servers(*servers, contexts=contexts)
             between = find_next_length(agreeing.get_judgements(report), 32)
             lines += [f"{name} {contexts} {between}", *format_report(report)]
             lines += [str([list(column.cells) for column in make_table(report).columns])]

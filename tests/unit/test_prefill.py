@@ -30,7 +30,7 @@ def make_engine_and_prefiller(window: int = 64, **options):
     return engine, Prefiller(engine.model, backend="sdpa", tokens=TOKENS, window_bytes=nbytes)
 
 
-def max_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+def compute_max_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference."""
     assert found.shape == expected.shape
     return float((found - expected).abs().max())
@@ -55,7 +55,7 @@ class TestLogits:
             else run_step(engine, prefiller, [prompt], [])
             for count in chunks
         ]
-        assert max_difference(torch.cat(logits), reference_logits[0]) < LIMIT
+        assert compute_max_difference(torch.cat(logits), reference_logits[0]) < LIMIT
 
     @pytest.mark.parametrize("window", [4, 64], ids=lambda w: f"window{w}")
     def test_decodes_chunks_and_padding_can_share_a_step(self, window, reference_logits):
@@ -75,9 +75,9 @@ class TestLogits:
                 found[number].append(logits[first : first + count])
                 first += count
             assert len(logits) == first + 3
-        assert max_difference(torch.cat(found[0]), reference_logits[0][4:7]) < LIMIT
-        assert max_difference(torch.cat(found[1]), reference_logits[1][:13]) < LIMIT
-        assert max_difference(torch.cat(found[2]), reference_logits[2]) < LIMIT
+        assert compute_max_difference(torch.cat(found[0]), reference_logits[0][4:7]) < LIMIT
+        assert compute_max_difference(torch.cat(found[1]), reference_logits[1][:13]) < LIMIT
+        assert compute_max_difference(torch.cat(found[2]), reference_logits[2]) < LIMIT
 
     def test_last_only_gives_logits_of_decodes_and_last_tokens(self, reference_logits):
         engine, prefiller = make_engine_and_prefiller(pages=128)
@@ -87,7 +87,7 @@ class TestLogits:
             engine, prefiller, [prompts[0]], [(prompts[1], 6), (prompts[2], 24)], padding=2, last_only=True
         )
         assert (
-            max_difference(
+            compute_max_difference(
                 logits, torch.stack([reference_logits[0][4], reference_logits[1][5], reference_logits[2][23]])
             )
             < LIMIT
@@ -99,7 +99,7 @@ class TestLogits:
         run_step(engine, prefiller, [], [(prompts[0], 4), (prompts[1], 6)])
         logits = run_step(engine, prefiller, prompts[:2], [(prompts[2], 24)], last_only=True)
         assert (
-            max_difference(
+            compute_max_difference(
                 logits, torch.stack([reference_logits[0][4], reference_logits[1][6], reference_logits[2][23]])
             )
             < LIMIT
@@ -186,7 +186,7 @@ class TestCalls:
         prefiller = Prefiller(engine.model, backend="sdpa", tokens=TOKENS)
         prompt = Prompt.admit(engine, make_prompt_tokens(0, LENGTH))
         logits = [run_step(engine, prefiller, [], [(prompt, count)]) for count in (4, 2, 18)]
-        assert max_difference(torch.cat(logits), reference_logits[0]) < LIMIT
+        assert compute_max_difference(torch.cat(logits), reference_logits[0]) < LIMIT
 
 
 class TestErrors:

@@ -28,7 +28,7 @@ ENGINE = EngineServer(
 )
 
 
-def server_point(model: str = "deepseek-ai/DeepSeek-V3", **precision: str) -> Point:
+def make_server_point(model: str = "deepseek-ai/DeepSeek-V3", **precision: str) -> Point:
     """Return a served point of a vLLM server on tp4."""
     wanted = load()
     fields = {name: value for name, value in msgspec.structs.asdict(wanted).items() if name in Load.__struct_fields__}
@@ -44,7 +44,7 @@ def server_point(model: str = "deepseek-ai/DeepSeek-V3", **precision: str) -> Po
     )
 
 
-def server_times(point: Point, layers: int = 0) -> StepTimes:
+def make_server_times(point: Point, layers: int = 0) -> StepTimes:
     """Return step times of the server of a point."""
     cases = make_engine_cases(EngineExtent.from_points([point], ENGINE))
     return StepTimes(
@@ -68,7 +68,7 @@ def choose(times: StepTimes) -> tuple[advise.Choice, list[str]]:
 
 @pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-ai/DeepSeek-V3", "/models/DeepSeek-V3"])
 def test_step_times_of_a_server_are_replayed_with_its_policy(model: str) -> None:
-    choice, notes = choose(server_times(server_point(model)))
+    choice, notes = choose(make_server_times(make_server_point(model)))
     (found,) = choice.forecasts
     assert (found.source, found.engine, found.basis) == ("replayed", "vLLM 0.26.0", "vllm.json")
     assert found.origin == "replayed, vLLM 0.26.0"
@@ -85,9 +85,15 @@ def test_step_times_of_a_server_are_replayed_with_its_policy(model: str) -> None
 @pytest.mark.parametrize(
     ("times", "reason"),
     [
-        (server_times(server_point(), layers=8), "step times of 8 of the 61 layers of deepseek-v3"),
-        (server_times(server_point("DeepSeek-V2-Lite")), "step times of DeepSeek-V2-Lite, not of deepseek-v3"),
-        (server_times(server_point(dtype="bf16", weights_dtype="fp8")), "step times of --weights-dtype fp8, not bf16"),
+        (make_server_times(make_server_point(), layers=8), "step times of 8 of the 61 layers of deepseek-v3"),
+        (
+            make_server_times(make_server_point("DeepSeek-V2-Lite")),
+            "step times of DeepSeek-V2-Lite, not of deepseek-v3",
+        ),
+        (
+            make_server_times(make_server_point(dtype="bf16", weights_dtype="fp8")),
+            "step times of --weights-dtype fp8, not bf16",
+        ),
     ],
     ids=["fewer layers", "another model", "another precision"],
 )
@@ -98,13 +104,13 @@ def test_step_times_of_another_model_are_left_out_with_a_reason(times: StepTimes
 
 
 def test_step_times_of_all_layers_are_used() -> None:
-    choice, _ = choose(server_times(server_point(), layers=61))
+    choice, _ = choose(make_server_times(make_server_point(), layers=61))
     assert [f.engine for f in choice.forecasts] == ["vLLM 0.26.0"]
 
 
 def test_record_of_a_server_counts_and_names_its_engine() -> None:
     """The chunk size of a server is the engine's own, which no record contains."""
-    point = server_point("deepseek-v3")
+    point = make_server_point("deepseek-v3")
     served = serve_record_builder.make_served_record(serve_record_builder.make_point(Layout(4)))
     record = msgspec.structs.replace(served, point=point, origin="engine vllm 0.26.0")
     assert record.environment is not None
@@ -121,7 +127,7 @@ def test_record_of_a_server_counts_and_names_its_engine() -> None:
 
 
 def test_answer_names_each_of_several_engines() -> None:
-    (vllm,) = choose(server_times(server_point()))[0].forecasts
+    (vllm,) = choose(make_server_times(make_server_point()))[0].forecasts
     own: Forecast = dataclasses.replace(vllm, engine="")
     text = answer_formats.describe_engines([vllm, own])
     assert "vLLM 0.26.0 and dcpbench's engine" in text

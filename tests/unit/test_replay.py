@@ -163,7 +163,7 @@ class TestAgainstSimulation:
         assert all(s.is_finished for s in found.samples if not s.rejected)
 
 
-def token_times(
+def list_token_ms(
     requests: list[ServeRequest], clients: int | None, times: Fixed, **changes: object
 ) -> list[list[float]]:
     """Return the token times of each request, in ms."""
@@ -174,22 +174,22 @@ def token_times(
 class TestPipeline:
     def test_tokens_have_the_end_time_of_their_step(self) -> None:
         """A prompt of 3 takes 10 + 2 · 3 = 16 ms, each further token 10 + 1."""
-        assert token_times([make_request(0, 3, 3)], 1, Fixed()) == [[16, 27, 38]]
+        assert list_token_ms([make_request(0, 3, 3)], 1, Fixed()) == [[16, 27, 38]]
 
     def test_launch_delays_only_a_step_on_an_idle_device(self) -> None:
         """The first step waits 5 ms; later steps are launched while another runs."""
-        assert token_times([make_request(0, 3, 3)], 1, Fixed(launch_ms=5)) == [[21, 32, 43]]
+        assert list_token_ms([make_request(0, 3, 3)], 1, Fixed(launch_ms=5)) == [[21, 32, 43]]
 
     def test_request_sent_after_step_k_joins_step_k_plus_2(self) -> None:
         """Two clients have three requests. A ends with the prefill at 10 + 2 · (1 + 3) = 18 ms. Step 1, decided before,
         has only B's decode: 29 ms. C, sent at 18 ms, joins step 2 with B's decode: 29 + 10 + 1 + 2 · 2 = 44 ms.
         """
         requests = [make_request(0, 1, 1), make_request(1, 3, 3), make_request(2, 2, 1)]
-        assert token_times(requests, 2, Fixed()) == [[18], [18, 29, 44], [44]]
+        assert list_token_ms(requests, 2, Fixed()) == [[18], [18, 29, 44], [44]]
 
     def test_step_does_not_end_before_it_is_launched(self) -> None:
         """Launching takes 30 ms for the prompt of 5, although the device needs 10 + 2 · 5; later steps are not delayed."""
-        assert token_times([make_request(0, 5, 3)], 1, Fixed(host=5)) == [[30, 41, 52]]
+        assert list_token_ms([make_request(0, 5, 3)], 1, Fixed(host=5)) == [[30, 41, 52]]
 
     def test_launch_time_is_hidden_by_the_previous_step(self) -> None:
         """Two clients have three requests. Steps 0 (A and B are prefilled, 18 ms) and 1 (B decodes, 29 ms) are launched
@@ -197,7 +197,7 @@ class TestPipeline:
         step 1 until 31 ms: it ends at 31 + 10 + 1 + 2 · 2.
         """
         requests = [make_request(0, 1, 1), make_request(1, 3, 3), make_request(2, 2, 1)]
-        assert token_times(requests, 2, Fixed(host=4)) == [[20], [20, 31, 46], [46]]
+        assert list_token_ms(requests, 2, Fixed(host=4)) == [[20], [20, 31, 46], [46]]
 
     def test_tokens_are_read_during_a_launch(self) -> None:
         """B arrives at 12 ms, during A's prefill (until 16 ms), which is launched until 8. Step 1, A's decode, is
@@ -205,12 +205,12 @@ class TestPipeline:
         step 1 is read at 27. Step 2 ends at 27 + 10 + 1 + 14 = 52.
         """
         requests = [make_request(0, 3, 3, 0.0), make_request(1, 7, 1, 0.012)]
-        assert token_times(requests, None, Fixed(host=2)) == [[16, 27, 52], [52]]
+        assert list_token_ms(requests, None, Fixed(host=2)) == [[16, 27, 52], [52]]
 
     def test_idle_device_waits_for_the_next_arrival(self) -> None:
         """The second request arrives 1 s later, with an empty pipeline: 1,000 + 10 + 2 · 3."""
         requests = [make_request(0, 3, 1, 0.0), make_request(1, 3, 1, 1.0)]
-        assert token_times(requests, None, Fixed()) == [[16], [1016]]
+        assert list_token_ms(requests, None, Fixed()) == [[16], [1016]]
 
     def test_arrival_during_a_step_joins_the_next_decided_step(self) -> None:
         """The host decides at 0 (steps 0 and 1), 16 (step 2) and 27 (step 3). A request that arrives at 17 ms joins
@@ -222,7 +222,7 @@ class TestPipeline:
 
     def test_blocking_engine_reads_tokens_after_the_next_step(self) -> None:
         """Step 0 ends at 16 ms on the CPU, but the host runs step 1 until 27 ms, and only then reads step 0."""
-        assert token_times([make_request(0, 3, 3)], 1, Fixed(is_blocking=True)) == [[27, 38, 38]]
+        assert list_token_ms([make_request(0, 3, 3)], 1, Fixed(is_blocking=True)) == [[27, 38, 38]]
 
     def test_requests_that_never_fit_do_not_end_the_run(self) -> None:
         requests = [make_request(0, 9999, 1), make_request(1, 9999, 1), make_request(2, 3, 1)]

@@ -63,7 +63,7 @@ def run(file, tmp_path, point: Point = POINT, settings: Settings = Settings()) -
     return replay_from_file(point, plan, file, settings, tmp_path, "dcpbench serve --mode replay")
 
 
-def changed(**changes: object) -> Point:
+def change_load(**changes: object) -> Point:
     """Return the point with another load."""
     return msgspec.structs.replace(POINT, load=msgspec.structs.replace(LOAD, **changes))
 
@@ -151,7 +151,7 @@ class TestRecord:
         assert run(file, tmp_path).serve == run(file, tmp_path).serve
 
     def test_open_loop_has_no_steady_throughput(self, file, tmp_path) -> None:
-        record = run(file, tmp_path, changed(arrival="gamma", request_rate=0.5))
+        record = run(file, tmp_path, change_load(arrival="gamma", request_rate=0.5))
         assert record.serve.steady_tok_s is None
         assert record.serve.finished == 60
 
@@ -164,7 +164,7 @@ class TestRecord:
         """The load does not matter; the name contains model and layout."""
         name = make_step_times_name(get_engine_path(POINT))
         assert name.startswith("step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-")
-        assert make_step_times_name(get_engine_path(changed(requests=1))) == name
+        assert make_step_times_name(get_engine_path(change_load(requests=1))) == name
         assert make_step_times_name(get_engine_path(msgspec.structs.replace(POINT, backend="triton"))) != name
 
 
@@ -258,7 +258,7 @@ class TestRefusal:
     def test_load_beyond_the_step_times_is_refused(self, file, tmp_path) -> None:
         """Step times reach requests of 5,500 tokens."""
         with pytest.raises(UsageError, match="no step time is known"):
-            run(file, tmp_path, msgspec.structs.replace(changed(input_tokens="9000"), context=9030))
+            run(file, tmp_path, msgspec.structs.replace(change_load(input_tokens="9000"), context=9030))
 
     def test_missing_file_is_named(self, tmp_path) -> None:
         with pytest.raises(RecordsError, match=r"none\.json"):
@@ -310,7 +310,7 @@ def test_forecast_error_is_that_of_the_step_with_most_requests(
 @pytest.mark.parametrize("policy", ["vllm", "sglang"])
 def test_own_step_times_are_replayed_with_the_policy_of_another_engine(policy: str, file, tmp_path) -> None:
     """SGLang delays decodes for whole prefill batches, so its output differs from that of mixed steps."""
-    own, other = run(file, tmp_path), run(file, tmp_path, changed(policy=policy))
+    own, other = run(file, tmp_path), run(file, tmp_path, change_load(policy=policy))
     assert other.serve.finished == 60
     assert other.conditions.policy == ""  # the point names it
     assert other.serve.output_tok_s != own.serve.output_tok_s

@@ -40,7 +40,7 @@ PAGES = 250  # of 64 tokens on each rank: 15,936 tokens hold three requests of 4
 SETTINGS = Settings(kv_memory_bytes=PAGES * memory.compute_page_bytes(SHAPES["deepseek-v3"], 64, 2))
 
 
-def quicker_ms(batch: ReplicaBatch) -> float:
+def compute_quicker_ms(batch: ReplicaBatch) -> float:
     """Return the time of a step with DCP: attention of decodes takes a quarter, and each step 2 ms more."""
     return compute_true_ms(batch) + 2 - 0.75e-4 * batch.kv_tokens
 
@@ -58,7 +58,9 @@ def write_run(folder: Path, *concurrencies: int, device: str = "NVIDIA H200", ba
             plan = plan_engine([point], SETTINGS, SHAPES[point.model], make_step_times(device=device).make_probe())
             extent = Extent.from_points([point], pages=plan.pages, max_context=plan.max_context)
             path = get_engine_path(point) | {"mtp": 0}
-            times = make_step_times(extent, compute_true_ms if point.dcp == 1 else quicker_ms, path=path, device=device)
+            times = make_step_times(
+                extent, compute_true_ms if point.dcp == 1 else compute_quicker_ms, path=path, device=device
+            )
             name = make_step_times_name(path, str(concurrency))
             write_step_times(folder / name, times)
             requests = make_point_requests(point, SETTINGS, SHAPES[point.model].vocab)

@@ -44,7 +44,7 @@ class Mallinfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in MALLINFO]
 
 
-def held() -> tuple[int, int]:
+def measure_held() -> tuple[int, int]:
     """Return the numbers of Python objects and of bytes from malloc in use: the resident size would jump with the gaps
     between them.
     """
@@ -78,7 +78,7 @@ def test_thousands_of_steps_leak_no_memory():
             assert sum(s.preemptions for s in sequences) > 0
             assert sum(s.cached > 0 for s in sequences) > 0
             del loop, sequences
-            counts.append(held())
+            counts.append(measure_held())
     blocks, sizes = zip(*counts[WARM - 1 :], strict=True)
     assert blocks[-1] - blocks[0] < BLOCKS, blocks
     assert sizes[-1] - sizes[0] < BYTES, sizes

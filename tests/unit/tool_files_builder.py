@@ -1,4 +1,4 @@
-"""Synthetic result files of other benchmarks, in the schemas that their sources state."""
+"""Build synthetic result files of other benchmarks, in the schemas of their source code."""
 
 from __future__ import annotations
 

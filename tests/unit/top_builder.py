@@ -1,4 +1,4 @@
-"""Synthetic files of a run, for tests of `dcpbench top`. Times are seconds after BEGAN."""
+"""Build synthetic files of a run for tests of `dcpbench top`. Times are seconds after BEGAN."""
 
 from __future__ import annotations
 
