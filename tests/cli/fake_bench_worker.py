@@ -22,9 +22,9 @@ def follow_rank_0(events: Path, how: str) -> None:
     while not (events.exists() and stage in events.read_bytes()):
         time.sleep(0.02)
     if how == "lonely":
-        sys.exit("illegal memory access, as it were")
+        sys.exit("illegal memory access")
     if how == "leaves":
-        sys.stdout.write("nothing more to do, as it were\n")
+        sys.stdout.write("nothing more to do\n")
 
 
 def main(folder: Path) -> None:
@@ -57,7 +57,7 @@ def main(folder: Path) -> None:
                 result = Result(case=case, outcome="failed", reason="CapacityError: lower --tokens")
             write_event(Event(stage="done", index=index, result=result))
             if how == "dies":
-                sys.exit("Segmentation fault, as it were")
+                sys.exit("Segmentation fault")
             while how in {"hangs", "lonely", "leaves"}:
                 time.sleep(1)
         write_event(Event(stage="end"))

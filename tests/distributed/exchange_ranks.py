@@ -7,18 +7,17 @@ imported once.
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from dcpbench.engine.groups import make_groups
 from dcpbench.exchange import ExchangeSpec, ag_rs, make_exchange
 from dcpbench.points.layout import Layout
+from tests.distributed.forked import fork_ranks
 
 if TYPE_CHECKING:
     from dcpbench.exchange.torch_collectives import Group
@@ -99,6 +98,4 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    mp.start_processes(main, args=(Path(sys.argv[1]),), nprocs=WORLD, start_method="fork")
+    fork_ranks(main, WORLD, Path(sys.argv[1]))

@@ -5,18 +5,17 @@ forks of that process, so that torch is imported once.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from dcpbench.bench.bench_record import Case
 from dcpbench.bench.operators import kv_gather as bench
 from dcpbench.bench.operators.kv_gather import KvGather
 from dcpbench.exchange.registered_memory import RegisteredBuffer
+from tests.distributed.forked import fork_ranks
 
 POOL_BYTES = 1 << 16
 SIZES = (  # requests, tokens and buffer: 7 tokens of 3 requests leave some ranks without rows of some
@@ -66,7 +65,4 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    ranks = int(sys.argv[1])
-    mp.start_processes(main, args=(ranks, Path(sys.argv[2])), nprocs=ranks, start_method="fork")
+    fork_ranks(main, int(sys.argv[1]), int(sys.argv[1]), Path(sys.argv[2]))

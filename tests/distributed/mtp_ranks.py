@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from dcpbench.engine.decode_engine import DecodeEngine
 from dcpbench.engine.groups import make_groups
@@ -32,6 +30,7 @@ from dcpbench.points.speculation import Speculation
 from dcpbench.serving.allocator import PADDING_PAGE
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
+from tests.distributed.forked import fork_ranks
 from tests.unit.engine_builder import CPU, TINY, make_layers
 from tests.unit.engine_drafts import accept_drafts, append_drafts
 
@@ -332,7 +331,4 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    ranks = int(sys.argv[1])
-    mp.start_processes(main, args=(ranks, Path(sys.argv[2])), nprocs=ranks, start_method="fork")
+    fork_ranks(main, int(sys.argv[1]), int(sys.argv[1]), Path(sys.argv[2]))

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from dcpbench.engine.piecewise_graph import Pieces
 from dcpbench.engine.prefill import Prefiller
@@ -27,6 +25,7 @@ from dcpbench.points.budget import plan_whole
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.workloads.session import build_session
+from tests.distributed.forked import fork_ranks
 from tests.unit.engine_builder import CPU
 from tests.unit.prefill_builder import Prompt, make_prompt_tokens, run_step
 
@@ -195,8 +194,5 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    kv_gather.ROWS = 256  # as in rank.py
-    torch.set_num_threads(1)
-    ranks = int(sys.argv[1])
-    mp.start_processes(main, args=(ranks, Path(sys.argv[2])), nprocs=ranks, start_method="fork")
+    kv_gather.ROWS = 256  # fewer programs, which are faster in Triton's interpreter
+    fork_ranks(main, int(sys.argv[1]), int(sys.argv[1]), Path(sys.argv[2]))

@@ -6,7 +6,6 @@ process, so that torch is imported once.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -14,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from dcpbench.engine.groups import make_groups
 from dcpbench.exchange import ExchangeSpec, make_exchange, symm
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, SymmetricAllReduce
 from dcpbench.kernels.symm_mem import pull_merge as merging
 from dcpbench.points.layout import Layout
+from tests.distributed.forked import fork_ranks
 
 if TYPE_CHECKING:
     from dcpbench.exchange.torch_collectives import Group
@@ -168,7 +167,4 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    ranks = int(sys.argv[1])
-    mp.start_processes(main, args=(ranks, Path(sys.argv[2])), nprocs=ranks, start_method="fork")
+    fork_ranks(main, int(sys.argv[1]), int(sys.argv[1]), Path(sys.argv[2]))
