@@ -1,8 +1,8 @@
-"""Set-up for every test: a fixed environment (tests/environment.py), no deadlines, GPU tests only where there is a GPU.
+"""Set up all tests: a fixed environment (tests/environment.py), no deadlines, and GPU tests only on machines with a GPU.
 
-PyTorch has one thread, as tensors are tiny and threads of several processes wait for each other. Bytecode is kept, as
-hundreds of processes would compile the same files again. Without a GPU, Triton kernels run in its interpreter; that
-has to be decided before anything imports Triton, and the environment is set before anything reads it.
+PyTorch uses one thread, because tensors are tiny, and threads of several processes would wait for each other. Python
+writes bytecode, because otherwise hundreds of processes would compile the same files. Without a GPU, Triton kernels run
+in Triton's interpreter. Both the environment and the choice of the interpreter must precede all other imports.
 """
 
 # ruff: noqa: E402 -- the environment comes first
@@ -34,11 +34,11 @@ sys.dont_write_bytecode = False
 
 torch.set_num_threads(1)
 
-# A suite in the background inherits that these are ignored.
+# A shell ignores these signals in programs that it starts in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-os.fsync = lambda _: None  # no test cuts the power, and a busy disk takes a second
+os.fsync = lambda _: None  # no test depends on it, and a busy disk takes a second
 
 settings.register_profile("dcpbench", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dcpbench")
@@ -51,11 +51,11 @@ def pytest_configure() -> None:
 
 @pytest.fixture
 def device() -> torch.device:
-    """Return the GPU if there is one, else the CPU."""
+    """Return the GPU, or the CPU on a machine without a GPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest itself deselects by marks
+@pytest.hookimpl(tryfirst=True)  # run before pytest deselects tests by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` on a machine without CUDA, and mark the cases that a sample leaves out as `long`."""
     seen: Counter[str] = Counter()
@@ -72,6 +72,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze everything collected, so that the garbage collector does not visit it again."""
+    """Exclude all collected objects from garbage collections."""
     gc.collect()
     gc.freeze()

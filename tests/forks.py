@@ -1,8 +1,11 @@
-"""Run programs as forks of one process that has imported torch, which takes two seconds in a new process. A program
-has its own environment, folder, arguments, standard files, `sitecustomize` and exit code; only its imports may exist
-already. A test of a process's very start needs a new process. A client requests a program at a socket with one JSON
-message and three open files, and receives the exit code as a line; each line that it sends is the number of a signal
-to pass on, and when it disconnects the program is killed.
+"""Run Python programs as forks of one process that has imported torch, because the import takes two seconds.
+
+A program has its own environment, folder, arguments, standard files, `sitecustomize` and exit code, but modules may
+already be imported. Tests of the start of a process need a new process.
+
+A client connects to the socket of the server process, and sends one JSON message with three open files. It receives
+the exit code as a message. Each further message from the client is the number of a signal for the program. The
+program is killed when the client disconnects.
 """
 
 from __future__ import annotations
@@ -39,39 +42,40 @@ IMPORTED = (
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
 )
 ROOT = Path(__file__).parents[1]
-ADDRESS = "DCPBENCH_TEST_FORKS"  # environment variable with the path of the socket
-STANDARD = 3
+ADDRESS_VARIABLE = "DCPBENCH_TEST_FORKS"  # environment variable with the path of the socket
 MESSAGE_BYTES = 1 << 20
 
 
 class Program(NamedTuple):
-    """`python ARGUMENTS…`, the first of which is a script or -m."""
+    """Hold the command line `python ARGUMENTS…`; the first argument is a script or -m."""
 
     arguments: Sequence[str]
     env: Mapping[str, str]
-    output: str = os.devnull  # file to which it prints
+    output: str = os.devnull  # file for stdout and stderr
 
 
-def start(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Replace `dcpbench.syncs.run.run_process` for a Python command."""
+def run_command(command: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run a Python command in place of `dcpbench.syncs.run.run_process`; return its exit code."""
     assert command[0] == sys.executable
-    return run(Program(command[1:], env))[0]
+    return run_programs(Program(command[1:], env))[0]
 
 
-def run(*programs: Program) -> list[int]:
-    """Run these programs concurrently to their ends; return their exit codes, as `Popen.returncode` has them."""
+def run_programs(*programs: Program) -> list[int]:
+    """Run programs concurrently until all have ended; return their exit codes in the form of `Popen.returncode`."""
     lines = []
     for arguments, env, output in programs:
         printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         nothing = os.open(os.devnull, os.O_RDONLY)
-        lines.append(ask(serving(), arguments, env, (nothing, printed, printed)))
+        lines.append(request_program(start_server(), arguments, env, (nothing, printed, printed)))
         os.close(nothing)
         os.close(printed)
-    return [answer(line) for line in lines]
+    return [wait_for_exit_code(line) for line in lines]
 
 
-def ask(address: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]) -> socket.socket:
-    """Start a program with these as its standard files, and return its connection."""
+def request_program(
+    address: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]
+) -> socket.socket:
+    """Start a program with these standard files, and return the connection to its supervisor."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.connect(address)
     message = json.dumps([list(arguments), dict(env), str(Path.cwd())]).encode()
@@ -81,19 +85,20 @@ def ask(address: str, arguments: Sequence[str], env: Mapping[str, str], files: S
     return line
 
 
-def answer(line: socket.socket) -> int:
-    """Wait for the end of the program, and return its exit code."""
+def wait_for_exit_code(line: socket.socket) -> int:
+    """Wait until the program has ended, and return its exit code."""
     with line:
         return int(line.recv(16))
 
 
 @functools.cache
-def serving() -> str:
-    """Return the address of the forking process, which ends with this one; its own children find it by their
-    environment.
+def start_server() -> str:
+    """Start the server process on the first call, and return its address. The server ends with this process.
+
+    Child processes find the address in their environment.
     """
     folder = tempfile.mkdtemp(prefix="forks")
-    address = os.environ[ADDRESS] = f"{folder}/socket"
+    address = os.environ[ADDRESS_VARIABLE] = f"{folder}/socket"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with listener:
         listener.bind(address)
@@ -110,30 +115,30 @@ def serving() -> str:
     return address
 
 
-def serve(listener: socket.socket, parent: int) -> None:
-    """Fork for each program asked for, until the process that wants this has ended."""
+def serve_requests(listener: socket.socket, parent: int) -> None:
+    """Fork a supervisor for each requested program, until the parent process has ended."""
     from tests import interpreter
 
     for name in IMPORTED:
         importlib.import_module(name)
     interpreter.prepare_once()
     gc.collect()
-    gc.freeze()  # else a fork's collections touch, and so copy, all of this memory
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the forks are not waited for: they report their ends themselves
-    wanted = os.pidfd_open(parent)
-    while wanted not in select.select([listener, wanted], [], [])[0]:
+    gc.freeze()  # otherwise garbage collections in a fork would copy all of this memory
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the server does not wait for forks, because they report their ends
+    parent_end = os.pidfd_open(parent)
+    while parent_end not in select.select([listener, parent_end], [], [])[0]:
         line, _ = listener.accept()
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
-            os.close(wanted)
-            keep(line)
+            os.close(parent_end)
+            supervise_program(line)
             return
         line.close()
 
 
-def keep(line: socket.socket) -> None:
-    """Fork the program that a line requests, and supervise it to its end."""
+def supervise_program(line: socket.socket) -> None:
+    """Fork the requested program, pass signals on to it, and send its exit code."""
     message, files, _, _ = socket.recv_fds(line, MESSAGE_BYTES, 3)
     pid = os.fork()
     if pid == 0:
@@ -141,7 +146,7 @@ def keep(line: socket.socket) -> None:
         for standard, file in enumerate(files):
             os.dup2(file, standard)
             os.close(file)
-        become(*json.loads(message))
+        execute_program(*json.loads(message))
         return
     ended = os.pidfd_open(pid)
     while ended not in (ready := select.select([ended, line], [], [])[0]):
@@ -155,12 +160,12 @@ def keep(line: socket.socket) -> None:
     os._exit(0)
 
 
-def become(arguments: list[str], env: dict[str, str], folder: str) -> None:
-    """Be a program in this process, to its end."""
+def execute_program(arguments: list[str], env: dict[str, str], folder: str) -> None:
+    """Execute a program in this process with this environment and folder."""
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
-    multiprocessing.process.ORIGINAL_DIR = folder  # type: ignore[attr-defined]  # where a spawned child looks for its program
+    multiprocessing.process.ORIGINAL_DIR = folder  # type: ignore[attr-defined]  # folder in which a spawned child looks for its program
     is_module = arguments[0] == "-m"
     first = folder if is_module else str(Path(arguments[0]).absolute().parent)
     sys.path[:1] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
@@ -169,7 +174,7 @@ def become(arguments: list[str], env: dict[str, str], folder: str) -> None:
         importlib.import_module("sitecustomize")
     if is_module:
         sys.argv = arguments[1:]
-        sys.modules.pop(arguments[1], None)  # runpy warns of what it runs a second time
+        sys.modules.pop(arguments[1], None)  # runpy warns if the module is already imported
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
@@ -178,4 +183,4 @@ def become(arguments: list[str], env: dict[str, str], folder: str) -> None:
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as listening:
-        serve(listening, int(sys.argv[2]))
+        serve_requests(listening, int(sys.argv[2]))

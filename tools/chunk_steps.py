@@ -73,7 +73,7 @@ def main() -> int:
         run_serve(run, "--model", args.model, "--tp", "1", *list_options(args.model, BUILD), "--mode", REPLAY)
     file = find_step_times(args.output, args.model)
     if file is None:
-        sys.stdout.write("no step times were measured; the command above printed the reason.\n")
+        sys.stdout.write("No step times were measured; the command above printed the reason.\n")
         return 1
     times = read_step_times(file)
     device = times.environment.device

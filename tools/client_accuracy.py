@@ -2,9 +2,11 @@
 
     python -m tools.client_accuracy [-o FILE.md] [--quick] [OPTIONS OF serve, as --client processes=2]
 
-Each line has the server's value, dcpbench's value, and whether they differ by at most 2 % or 1 ms. Server and client share the cores of
-this machine, which they do not in real use. Both take arrival times from the kernel if it has them. Answers have different lengths, so that
-the clients do not send in lock-step: requests that arrive together wait until the server reads them, and its log does not have that time.
+Each line has the server's value, dcpbench's value, and `yes` if they differ by at most 2 % or 1 ms. Unlike in real use, server and client share
+the cores of one machine. Both use the arrival times of the kernel if it provides them. Answers have different lengths, so that the clients do not
+send in lock-step: requests that arrive together wait until the server reads them, and the server's log does not have this time.
+
+Exit code 1: a value differs too much.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ QUICK = (Case("quick", "--ttft-ms 30 --gap-ms 20", "--concurrency 20 --output-to
 
 @contextlib.contextmanager
 def run_test_server(flags: str, log: Path) -> Iterator[str]:
-    """Start the test server with these flags and yield its address; its log is complete when the block ends."""
+    """Run the test server with these flags inside the block, and yield its address. Its log is complete after the block."""
     command = [sys.executable, "-m", "tests.servers.fake_server", "--port", "0", "--log", str(log), *flags.split()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -157,7 +159,7 @@ def measure_case(
 
 
 def main() -> int:
-    """Measure all cases and print the table; return 1 if a metric differs too much."""
+    """Measure all cases, and print the table; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, help="also write the table to this file")
     parser.add_argument("--quick", action="store_true", help="measure one short load")

@@ -1,6 +1,8 @@
 """Print the errors of the communication model against records of 2 and 4 GPUs under results/, in Markdown.
 
-python -m tools.comm_model_check
+    python -m tools.comm_model_check
+
+It needs no GPU, and writes no file.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dcpbench.points.cluster_specs import MEASURED_ON, load_built_in
 from dcpbench.points.roofline import compute_exchanged_bytes
 from dcpbench.records.runs import read_run
 from tools import emulation_live
-from tools.emulation_check import EXCHANGED, PUBLISHED
+from tools.emulation_check import EXCHANGE_PHASES, PUBLISHED
 from tools.results import unpack_all
 
 if TYPE_CHECKING:
@@ -28,18 +30,18 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 RESULTS = unpack_all()
-FOUR, TWO = (
+RUNS_4_GPUS, RUNS_2_GPUS = (
     RESULTS / name
     for name in ("decode_4xH200/decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26")
 )
 FOLDERS = [
-    *(FOUR / name for name in ("grid", "a2a-k2", "bf16", "bf16-k2")),
-    *(TWO / name for name in ("grid", "bf16", "experts")),
+    *(RUNS_4_GPUS / name for name in ("grid", "a2a-k2", "bf16", "bf16-k2")),
+    *(RUNS_2_GPUS / name for name in ("grid", "bf16", "experts")),
 ]
 RUNS = [*(run for folder in FOLDERS for run in sorted(folder.iterdir())), *PUBLISHED]
-BAR = 0.1
-ITEMSIZE = 2  # bytes per number of queries and partial outputs, also over e4m3
-INSIDE = (
+MAX_ERROR = 0.1
+ITEMSIZE = 2  # bytes per number of queries and partial outputs, also with an e4m3 KV cache
+STEP_SUMMARY = (
     "The exchange of one layer (phases `q_gather` and `merge` of a profiled step, divided by the layers) in runs on two and four H200, "
     "compared with the model. **{within} of {all} are within {bar:.0%}**. The model is fitted to benches alone, without these steps, and "
     "has no factor for exchanges inside steps. With bf16 weights {bf16} are within it. The largest error is {worst}."
@@ -73,19 +75,19 @@ def list_exchanges(run: str, records: Iterable[Record]) -> Iterator[Row]:
         received = compute_exchanged_bytes(
             point.exchange, batch, heads, ranks, shape.query_width, shape.output_width, ITEMSIZE
         )
-        measured = sum(phases.phase_us[name] for name in EXCHANGED) / shape.layers
+        measured = sum(phases.phase_us[name] for name in EXCHANGE_PHASES) / shape.layers
         modelled = comm_model.predict_seconds(point.exchange, ranks, sum(received), 2).mean * 1e6
         yield Row(run, point, measured, modelled)
 
 
 def select_within(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows for which the error is at most BAR."""
-    return [row for row in rows if abs(row.error) <= BAR]
+    """Return the rows for which the error is at most MAX_ERROR."""
+    return [row for row in rows if abs(row.error) <= MAX_ERROR]
 
 
 def format_exchange_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of a table by exchange: rows within the bar, and the median of measured over modelled."""
-    yield f"| exchange | ranks | steps | within {BAR:.0%} | measured over modelled, median |"
+    """Yield the lines of a table with a row for each exchange: steps within MAX_ERROR, and the median of measured over modelled."""
+    yield f"| exchange | ranks | steps | within {MAX_ERROR:.0%} | measured over modelled, median |"
     yield "|---|---:|---:|---:|---:|"
     for exchange, ranks in sorted({(row.point.exchange, row.point.dcp) for row in rows}):
         same = [row for row in rows if (row.point.exchange, row.point.dcp) == (exchange, ranks)]
@@ -98,13 +100,13 @@ def _format_run(run: Path) -> str:
 
 
 def format_quality_table(found: Iterable[Quality]) -> str:
-    """Format the quality of the fit of each call as a Markdown table."""
+    """Format the errors of the fit for each kind of call as a Markdown table."""
     rows = [COLUMNS, tuple("---" for _ in COLUMNS), *map(format_row, found)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print both tables."""
+    """Print the errors of the fit, and those of the exchanges inside steps."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
         arguments
     )
@@ -122,10 +124,10 @@ def main(arguments: Sequence[str]) -> int:
         format_quality_table(compute_quality(machine.comm_model.calls.values())),
         "## Inside a step",
         "",
-        INSIDE.format(
+        STEP_SUMMARY.format(
             within=len(select_within(found)),
             all=len(found),
-            bar=BAR,
+            bar=MAX_ERROR,
             bf16=f"{len(select_within(bf16))} of {len(bf16)}",
             worst=f"{worst.error:+.0%}, {emulation_live.format_point(worst.point)}",
         ),

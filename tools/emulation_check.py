@@ -25,17 +25,23 @@ if TYPE_CHECKING:
 
     from dcpbench.records.record import Record
 
-FOUR = unpack_all() / "emulation_H200/emulated_4xH200_2026-11-26" / "bf16"
-PUBLISHED = (FOUR / "deepseek-v3-bf16", FOUR / "kimi-k2-bf16")
-EXCHANGED = ("q_gather", "merge")  # phases that are an exchange
-CALLS = ("attn_reduce", "dp_gather", "mlp_reduce", "embed", "lm_head")  # phases that end in another call between ranks
-EXPERTS = (
+FOLDER = unpack_all() / "emulation_H200/emulated_4xH200_2026-11-26" / "bf16"
+PUBLISHED = (FOLDER / "deepseek-v3-bf16", FOLDER / "kimi-k2-bf16")
+EXCHANGE_PHASES = ("q_gather", "merge")  # phases that are an exchange
+CALL_PHASES = (
+    "attn_reduce",
+    "dp_gather",
+    "mlp_reduce",
+    "embed",
+    "lm_head",
+)  # phases that end in another call between ranks
+EXPERT_PHASES = (
     "moe",
     "mlp_reduce",
 )  # compared as a sum with EP: the emulated rank has the most experts and waits for no other rank
-MIN_SHARE = 0.9  # minimum share of points that have to be within a bar
+MIN_SHARE = 0.9  # minimum share of the points that must be within a limit
 MIN_STEP_SHARE = 0.005  # minimum share of a step; shorter phases are not judged
-PHASE_BAR, EXCHANGE_BAR, STEP_BAR = 0.05, 0.1, 0.07
+MAX_PHASE_ERROR, MAX_EXCHANGE_ERROR, MAX_STEP_ERROR = 0.05, 0.1, 0.07
 
 
 def compare(published: Record, emulated: Record) -> dict[str, Any]:
@@ -46,10 +52,13 @@ def compare(published: Record, emulated: Record) -> dict[str, Any]:
     assert emulated.metrics is not None
     published_us, emulated_us, point = published.phases.phase_us, emulated.phases.phase_us, published.point
     ratios = {name: emulated_us.get(name, 0.0) / us for name, us in published_us.items() if us > 0}
-    exchange = sum(emulated_us.get(n, 0.0) for n in EXCHANGED), sum(published_us.get(n, 0.0) for n in EXCHANGED)
+    exchange = (
+        sum(emulated_us.get(n, 0.0) for n in EXCHANGE_PHASES),
+        sum(published_us.get(n, 0.0) for n in EXCHANGE_PHASES),
+    )
     if point.ep_degree != 1:
-        ratios["experts"] = sum(emulated_us.get(n, 0.0) for n in EXPERTS) / sum(
-            published_us.get(n, 0.0) for n in EXPERTS
+        ratios["experts"] = sum(emulated_us.get(n, 0.0) for n in EXPERT_PHASES) / sum(
+            published_us.get(n, 0.0) for n in EXPERT_PHASES
         )
         del ratios["moe"]
     min_us = MIN_STEP_SHARE * sum(published_us.values())
@@ -72,12 +81,12 @@ def judge_rows(rows: Iterable[dict[str, Any]]) -> tuple[list[str], bool]:
         (row["point"], name, ratio)
         for row in rows
         for name, ratio in row["phases"].items()
-        if name not in (*EXCHANGED, *CALLS, "other")
+        if name not in (*EXCHANGE_PHASES, *CALL_PHASES, "other")
     ]
     for title, bar, found in (
-        ("phases without calls", PHASE_BAR, phases),
-        ("exchange", EXCHANGE_BAR, [(r["point"], "exchange", r["exchange"]) for r in rows if r["exchange"]]),
-        ("step", STEP_BAR, [(r["point"], "step", r["step"]) for r in rows]),
+        ("phases without calls", MAX_PHASE_ERROR, phases),
+        ("exchange", MAX_EXCHANGE_ERROR, [(r["point"], "exchange", r["exchange"]) for r in rows if r["exchange"]]),
+        ("step", MAX_STEP_ERROR, [(r["point"], "step", r["step"]) for r in rows]),
     ):
         wrong = [f"{point} {name} {ratio:.3f}" for point, name, ratio in found if abs(ratio - 1) > bar]
         share = 1 - len(wrong) / len(found) if found else 0.0
@@ -100,7 +109,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--seconds", default="0.5", help="measuring time of a point; default: %(default)s")
-    parser.add_argument("--model", help="a published model; default: all")
+    parser.add_argument("--model", help="published model; default: all")
     parser.add_argument("--context", type=parse_contexts, help="context lengths, separated by commas; default: all")
     parser.add_argument("--like", default="H200", help="machine to emulate; default: %(default)s")
     parser.add_argument("--compare", action="store_true", help="compare existing runs without running points")

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
 
-BAR = 0.05
-REQUESTS = "1,2,4,8,16,32,64,128,256,512"
+MAX_ERROR = 0.05
+CONCURRENCIES = "1,2,4,8,16,32,64,128,256,512"
 LIVE, EMULATED = "live", "emulated"
-MACHINE = "machine.toml"  # file in the folder that `bench calibrate` writes
+MACHINE_FILE = "machine.toml"  # file in the folder that `bench calibrate` writes
 
 
 class Command(NamedTuple):
@@ -53,9 +53,7 @@ def _run_command(command: Command) -> None:
 
 
 def list_bench_commands(folder: Path, ranks: int) -> list[Command]:
-    """Return the benches of communication between this many GPUs, and the command `bench calibrate` that writes the machine
-    file from them.
-    """
+    """Return the communication benches between this many GPUs, and the command that makes the machine file from their results."""
     folders = {bench: str(folder / f"{bench}-{ranks}") for bench in ("collectives", "exchange")}
     variants = ",".join([*COLLECTIVES, *REGISTERED_COLLECTIVES])
     options = {
@@ -70,7 +68,7 @@ def list_bench_commands(folder: Path, ranks: int) -> list[Command]:
                 "--ranks",
                 str(ranks),
                 "--requests",
-                REQUESTS,
+                CONCURRENCIES,
                 "--seconds",
                 "0.1",
                 *options[bench],
@@ -81,7 +79,7 @@ def list_bench_commands(folder: Path, ranks: int) -> list[Command]:
         )
         for bench, output in folders.items()
     ]
-    calibrate = ["bench", "calibrate", *folders.values(), "-o", str(folder / MACHINE), "--force"]
+    calibrate = ["bench", "calibrate", *folders.values(), "-o", str(folder / MACHINE_FILE), "--force"]
     return [*benches, Command(calibrate)]
 
 
@@ -106,7 +104,7 @@ def list_sweeps(
 
 def measure(folder: Path, args: argparse.Namespace) -> None:
     """Measure communication, then every layout live and emulated."""
-    machine = folder / MACHINE
+    machine = folder / MACHINE_FILE
     if not machine.exists():
         for command in list_bench_commands(folder, args.ranks):
             _run_command(command)
@@ -216,7 +214,7 @@ def _format_row(row: Pair) -> str:
 def _format_within(rows: list[Pair]) -> str:
     """Format the number of pairs within the limit, such as `24 of 24 within 5%, off by -1.3% to +1.6%`."""
     errors = [row.error for row in rows]
-    text = f"{sum(abs(e) <= BAR for e in errors)} of {len(errors)} within {BAR:.0%}"
+    text = f"{sum(abs(e) <= MAX_ERROR for e in errors)} of {len(errors)} within {MAX_ERROR:.0%}"
     return f"{text}, off by {min(errors):+.1%} to {max(errors):+.1%}" if errors else text
 
 
@@ -231,7 +229,7 @@ def _list_wrong_phases(live: Record, emulated: Record) -> Iterator[str]:
 
 
 def _compare_runs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Print the table of existing runs."""
+    """Print the table for existing runs; return the exit code."""
     for run in (*args.live, *args.emulated):
         if not (run / "records.jsonl").is_file():
             parser.error(f"{run} has no records.jsonl; unpack results first: python -m tools.results unpack")
@@ -253,7 +251,7 @@ def main() -> int:
         default=[],
         help="runs of all ranks; if several have a point, the last one is used",
     )
-    parser.add_argument("--emulated", type=Path, nargs="+", default=[], help="runs of one rank")
+    parser.add_argument("--emulated", type=Path, nargs="+", default=[], help="runs with --emulate")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", default="deepseek-v3")
     parser.add_argument("--exchange", default="ag_rs,symm")

@@ -26,7 +26,7 @@ from typing import Any
 from dcpbench import cli
 
 ROOT = Path(__file__).parents[1]
-RIGHT, RIGHT_FP8, RIGHT_FLIPS = "right", "right fp8", "right flips"
+CORRECT, CORRECT_FP8, CORRECT_FLIPS = "right", "right fp8", "right flips"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,15 +39,15 @@ class Case:
     smallest: tuple[int, int, str] | None = (
         None  # length, batch and cache; None for a correct engine and for a sporadic fault
     )
-    period: int | None = None  # each request with a number divisible by this is wrong
+    period: int | None = None  # requests with a number divisible by `period` are wrong
     wrong: str = "engine tp2·dcp2"  # setting that differs
     effect: str = "servers"
 
 
 CASES = {
-    RIGHT: Case(options="--context 1,17,300,4096 --concurrency 1,2,8"),
-    RIGHT_FP8: Case(noise="fp8", options="--context 1,17,300,4096 --concurrency 1,2,8"),
-    RIGHT_FLIPS: Case(noise="flips", options="--context 1,17,300,4096 --concurrency 1,2,8"),
+    CORRECT: Case(options="--context 1,17,300,4096 --concurrency 1,2,8"),
+    CORRECT_FP8: Case(noise="fp8", options="--context 1,17,300,4096 --concurrency 1,2,8"),
+    CORRECT_FLIPS: Case(noise="flips", options="--context 1,17,300,4096 --concurrency 1,2,8"),
     "cache flips": Case(
         flags="--fault cache",
         noise="flips",
@@ -127,7 +127,11 @@ CASES = {
 }
 
 
-EXPECTED = {RIGHT: (0,), RIGHT_FP8: (0, 3), RIGHT_FLIPS: (0, 3)}  # exit codes for correct engines; 1 for all others
+EXPECTED_CODES = {
+    CORRECT: (0,),
+    CORRECT_FP8: (0, 3),
+    CORRECT_FLIPS: (0, 3),
+}  # exit codes for correct engines; 1 for all others
 
 
 def write_engine_file(folder: Path, flags: str, noise: str = "bf16") -> Path:
@@ -167,7 +171,7 @@ def run_verify(folder: Path, flags: str, *options: str, noise: str = "bf16") -> 
 
 
 def run_case(name: str, folder: Path, *more_options: str, options: str = "") -> dict[str, Any]:
-    """Run a case, with `options` instead of its own if given; return its line: the verdict, and True as `right` if it is as expected."""
+    """Run a case, with `options` instead of its own if given; return its line: the verdict, and `right`, which is True if the verdict is expected."""
     case = CASES[name]
     start = time.perf_counter()
     code, found = run_verify(folder, case.flags, *(options or case.options).split(), *more_options, noise=case.noise)
@@ -177,11 +181,11 @@ def run_case(name: str, folder: Path, *more_options: str, options: str = "") -> 
         "verdict": found["verdict"],
         "exit_code": code,
     }
-    return line | {"seed": found["seed"], "right": code in EXPECTED.get(name, (1,)) and is_expected(case, found)}
+    return line | {"seed": found["seed"], "right": code in EXPECTED_CODES.get(name, (1,)) and is_expected(case, found)}
 
 
 def is_expected(case: Case, found: dict[str, Any]) -> bool:
-    """Return True if only the wrong setting differs, by the injected fault, and all others agree or, with more noise, do not differ."""
+    """Return True if the faulty setting alone differs, because of the injected fault. All other settings must agree; with noise of fp8 or flips they may be undecided."""
     verdicts = {one["name"]: one["verdict"] for one in found["results"]}
     if case.smallest is None and case.period is None:
         return set(verdicts.values()) <= {"CONSISTENT", "AGREE", *(["UNDECIDED"] if case.noise != "bf16" else [])}

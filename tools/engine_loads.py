@@ -56,7 +56,7 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 """Folders of results/ by engine, in groups that were measured on the same GPUs within an hour."""
 LAYERS = 8  # layers of the model folder; records of servers do not have the number
-CHUNK = 8192  # prompt tokens of a step: the default of vLLM on this GPU, and a flag of SGLang
+MAX_BATCHED_TOKENS = 8192  # prompt tokens of a step: the default of vLLM on this GPU, and a flag of SGLang
 QUERY: dict[str, Any] = {
     "machine": load_machine(MEASURED_ON),
     "named": MEASURED_ON,
@@ -127,9 +127,9 @@ class Answer:
     named: tuple[str, ...]  # recommended layouts: WITH, WITHOUT, or both if the answer is undecided
     behind: Mapping[str, float]  # relative shortfall of each layout's output from the better one
 
-    def is_right(self, *named: str, within: float = NEAR) -> bool:
-        """Return True if the shortfall of each of these layouts is at most `within`."""
-        return all(self.behind[side] <= within for side in named)
+    def is_correct(self, *named: str, limit: float = NEAR) -> bool:
+        """Return True if the shortfall of each of these layouts is at most `limit`."""
+        return all(self.behind[side] <= limit for side in named)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,24 +141,24 @@ class Score:
     scatter: float | None = None  # largest relative difference of two launches of a layout and load; None if unknown
 
     @property
-    def right(self) -> int:
-        """Return the number of loads with a right answer."""
-        return sum(a.is_right(*a.named) for a in self.answers)
+    def correct_count(self) -> int:
+        """Return the number of loads with a correct answer."""
+        return sum(a.is_correct(*a.named) for a in self.answers)
 
     @property
-    def decided(self) -> int:
+    def decided_count(self) -> int:
         """Return the number of loads with one named layout."""
         return sum(len(a.named) == 1 for a in self.answers)
 
     @property
-    def right_in_scatter(self) -> int | None:
-        """Return the number of loads with answers that are right within the scatter of launches; None if that is unknown."""
+    def correct_in_scatter_count(self) -> int | None:
+        """Return the number of loads with a correct answer if the limit is the scatter of launches; None if the scatter is unknown."""
         scatter = self.scatter
-        return None if scatter is None else sum(a.is_right(*a.named, within=scatter) for a in self.answers)
+        return None if scatter is None else sum(a.is_correct(*a.named, limit=scatter) for a in self.answers)
 
     def count_constant(self, *named: str) -> int:
-        """Return the number of loads for which an answer with these layouts is right."""
-        return sum(a.is_right(*named) for a in self.answers)
+        """Return the number of loads for which an answer that always names these layouts is correct."""
+        return sum(a.is_correct(*named) for a in self.answers)
 
 
 def read_pairs(results: Path, engine: str) -> dict[str, list[Record]]:
@@ -239,7 +239,7 @@ def _make_load(record: Record) -> tuple[int, int, Load | None]:
         requests=ROUNDS * point.concurrency,
         input_tokens=served.input_tokens,
         output_tokens=served.output_tokens,
-        chunk=CHUNK,
+        chunk=MAX_BATCHED_TOKENS,
         prefill="flashinfer",
     )
     return point.concurrency, point.context, load
@@ -325,7 +325,7 @@ def format_answers(score: Score) -> Iterator[str]:
     yield f"{score.name}{launches}:"
     for a in score.answers:
         most = max(a.behind[side] for side in a.named)
-        verdict = "right" if a.is_right(*a.named) else f"wrong by {most:.1%}" if math.isfinite(most) else "wrong"
+        verdict = "right" if a.is_correct(*a.named) else f"wrong by {most:.1%}" if math.isfinite(most) else "wrong"
         yield f"  {a.load}: measured {a.gain}, forecast {a.forecast}; {' or '.join(a.named)}: {verdict}"
 
 
@@ -334,9 +334,9 @@ def print_scores(results: Path, steps: Steps) -> None:
     scores = [*score_engines(results, steps), score_published(read_entries())]
     for score in scores:
         sys.stdout.writelines(f"{line}\n" for line in format_answers(score))
-        if score.right_in_scatter is not None:
+        if score.correct_in_scatter_count is not None:
             sys.stdout.write(
-                f"  right within the scatter of launches: {score.right_in_scatter} of {len(score.answers)}\n"
+                f"  right within the scatter of launches: {score.correct_in_scatter_count} of {len(score.answers)}\n"
             )
     sys.stdout.writelines(f"{line}\n" for line in format_table(scores))
 
@@ -347,5 +347,5 @@ def format_table(scores: Sequence[Score]) -> Iterator[str]:
     yield "|---|--:|--:|--:|--:|--:|"
     for score in scores:
         constants = [score.count_constant(*sides) for sides in ((WITHOUT,), (WITH,), (WITHOUT, WITH))]
-        cells = [score.name, len(score.answers), f"{score.right}; {score.decided}", *constants]
+        cells = [score.name, len(score.answers), f"{score.correct_count}; {score.decided_count}", *constants]
         yield f"| {' | '.join(map(str, cells))} |"

@@ -4,9 +4,12 @@
     python -m tools.fuzz --kinds trace,heartbeats --inputs 20000
     python -m tools.fuzz --again trace:4711          # read one input, and print its traceback
 
-tests/unit/hostile_files.py has the kinds of files and their damages. The same --seed makes the same input `trace:4711`. Kinds take turns
-for the same time until there are enough inputs, and each has a separate process. Exit code 1: a reader raised an exception that is not one
-of dcpbench's errors, or took over 2 s of CPU time or over 1 GiB of memory, or a flipped bit was not detected.
+tests/unit/hostile_files.py defines the kinds of files and how they are damaged. The same --seed gives the same input `trace:4711`. Rounds follow
+until there are enough inputs; a round reads files of each kind for the same time, in a separate process per kind. The file of --out gets a line
+of JSON for each kind.
+
+Exit code 1: a reader raised an exception that is not one of dcpbench's errors, or needed more than 2 s of CPU time or 1 GiB of memory, or a
+flipped bit was not detected.
 """
 
 from __future__ import annotations
@@ -27,16 +30,16 @@ from pathlib import Path
 from dcpbench.errors import DcpbenchError
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.repair import SEALED, audit_file
-from tests.unit.hostile_files import KINDS, damaged
+from tests.unit.hostile_files import KINDS, damage_text
 
 MAX_CPU_S = 2.0  # maximum CPU time in s for one file
-STUCK_S = 60  # time in s after which a reader is interrupted
+READER_TIMEOUT_S = 60  # time in s after which a reader is interrupted
 MAX_MEMORY_BYTES = 1 << 30  # maximum bytes of memory of a reader, in addition to that of its process
 MIN_INPUTS = 1000  # minimum number of inputs of each kind, however slow it is
 MAX_EXAMPLES = 10  # maximum number of violations of a kind that are listed one by one
 
 
-class StuckError(BaseException):
+class ReaderTimeoutError(BaseException):
     """Interrupt a reader; no reader catches it as an error of the file."""
 
 
@@ -75,25 +78,23 @@ def make_rng(seed: int, kind: str, number: int) -> random.Random:
     return random.Random(f"{seed}/{kind}/{number}")
 
 
-def fuzz_kind(kind: str, seed: int, first: int, least: int, seconds: float) -> Counts:
-    """Pass damaged files to the reader of a kind, from number `first` on, at least `least` files and for at least
-    `seconds`.
-    """
+def fuzz_kind(kind: str, seed: int, first: int, min_inputs: int, seconds: float) -> Counts:
+    """Pass damaged files to the reader of a kind, from input `first` on: at least `min_inputs` files, and for at least `seconds`."""
     counts, reader = Counts(kind), KINDS[kind]
-    os.fsync = lambda fd: None  # noqa: ARG005 -- it has the argument of os.fsync
+    os.fsync = lambda fd: None  # noqa: ARG005 -- os.fsync has this argument
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MAX_MEMORY_BYTES, resource.RLIM_INFINITY))
-    signal.signal(signal.SIGALRM, _raise_stuck)
+    signal.signal(signal.SIGALRM, _raise_timeout)
     shared = Path("/dev/shm")  # noqa: S108 -- the files are in memory, as the disk is not tested
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None, prefix="dcpbench-fuzz-") as name:
         folder = Path(name)
         path = folder / reader.name
         content = reader.content(folder)
         end = time.monotonic() + seconds
-        while counts.inputs < least or time.monotonic() < end:
+        while counts.inputs < min_inputs or time.monotonic() < end:
             number = first + counts.inputs
-            path.write_bytes(damaged(content, make_rng(seed, kind, number)))
+            path.write_bytes(damage_text(content, make_rng(seed, kind, number)))
             read_one(counts, number, path)
     counts.peak_bytes = max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     return counts
@@ -102,7 +103,7 @@ def fuzz_kind(kind: str, seed: int, first: int, least: int, seconds: float) -> C
 def read_one(counts: Counts, number: int, path: Path) -> None:
     """Read one damaged file, and count the outcome."""
     began = time.process_time()
-    signal.alarm(STUCK_S)
+    signal.alarm(READER_TIMEOUT_S)
     problem = ""
     try:
         KINDS[counts.kind].read(path)
@@ -113,9 +114,9 @@ def read_one(counts: Counts, number: int, path: Path) -> None:
     except MemoryError:
         counts.memory += 1
         problem = "memory"
-    except StuckError:
+    except ReaderTimeoutError:
         counts.slow += 1
-        problem = f"interrupted after {STUCK_S} s"
+        problem = f"interrupted after {READER_TIMEOUT_S} s"
     except Exception as e:  # noqa: BLE001 -- any exception is a violation
         counts.wrong += 1
         problem = f"{type(e).__name__}: {str(e)[:200]}"
@@ -131,8 +132,8 @@ def read_one(counts: Counts, number: int, path: Path) -> None:
         counts.examples.append(f"{counts.kind}:{number}: {problem}")
 
 
-def _raise_stuck(*_: object) -> None:
-    raise StuckError
+def _raise_timeout(*_: object) -> None:
+    raise ReaderTimeoutError
 
 
 def flip_bits() -> Counts:
@@ -167,12 +168,12 @@ def repeat_input(name: str, seed: int) -> int:
     with tempfile.TemporaryDirectory(prefix="dcpbench-fuzz-") as folder:
         content = KINDS[kind].content(Path(folder))
         path = Path(folder) / KINDS[kind].name
-        path.write_bytes(damaged(content, make_rng(seed, kind, int(number))))
+        path.write_bytes(damage_text(content, make_rng(seed, kind, int(number))))
         try:
             print(f"read: {KINDS[kind].read(path)!r}"[:2000])
         except DcpbenchError as e:
             print(f"refused: {e}")
-        except Exception:  # noqa: BLE001 -- it is printed
+        except Exception:  # noqa: BLE001 -- the traceback is printed
             traceback.print_exc()
             return 1
     return 0
@@ -181,18 +182,18 @@ def repeat_input(name: str, seed: int) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Fuzz all kinds in rounds, and print the outcome."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=int, default=1_000_000, help="total inputs of all kinds; default: %(default)s")
     parser.add_argument(
-        "--inputs", type=int, default=1_000_000, help="inputs of all kinds together; default: %(default)s"
+        "--minutes", type=float, default=60, help="time in min after which no round starts; default: %(default)s"
+    )
+    parser.add_argument("--kinds", default="", help="kinds of files, such as 'trace,heartbeats'; default: all")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the damages; default: %(default)s")
+    parser.add_argument(
+        "--round", type=float, default=10.0, help="time of each kind in a round, in s; default: %(default)s"
     )
     parser.add_argument(
-        "--minutes", type=float, default=60, help="time after which no round follows; default: %(default)s"
+        "--again", default="", metavar="KIND:NUMBER", help="read this input, and print the result or the traceback"
     )
-    parser.add_argument("--kinds", default="", help="such as 'trace,heartbeats'; default: all")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument(
-        "--round", type=float, default=10.0, help="seconds of a round for each kind; default: %(default)s"
-    )
-    parser.add_argument("--again", default="", help="KIND:NUMBER of one input to read")
     parser.add_argument("--out", type=Path, help="file that gets a line of JSON for each kind")
     args = parser.parse_args(arguments)
     if args.again:
@@ -225,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def fuzz_in_fork(kind: str, seed: int, first: int, seconds: float) -> Counts:
-    """Run `fuzz` in a fork, so that it has separate memory and limits."""
+    """Run `fuzz_kind` in a fork, which has its own memory and limits."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

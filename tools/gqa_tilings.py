@@ -1,19 +1,19 @@
-"""Tilings of our decode kernel of grouped-query attention beside FlashInfer's kernel, timed in turns so that all meet the same clocks.
+"""Compare tilings of dcpbench's decode kernel for grouped-query attention with each other and with other backends.
+
+It checks each tiling on any machine, and times the correct ones alternately on one GPU.
 
     python -m tools.gqa_tilings flashinfer 64x4x3x3 64x4x3x2 32x2x4x4 -o tilings.jsonl
 
-A tiling is ROWSxWARPSxSTAGESxPROGRAMS: rows of a tile, warps of a program, stages of its pipeline, programs for each multiprocessor; a bare
-word is a backend. Each line of FILE is a case: µs of a call of each, from a CUDA graph over cold rows, with the interval of its median, its
-error against fp64, and what was wrong. A tiling that cannot be compiled, or is wrong, says so and is not timed; the command then ends with 1.
-Without a GPU all are checked and none is timed.
+A tiling is ROWSxWARPSxSTAGESxPROGRAMS: KV rows of a tile, warps of a program, stages of its pipeline, and programs per multiprocessor. A name is
+a backend. FILE gets a line of JSON for each case. It has the median µs of a call in a CUDA graph over KV rows that are in no cache, the interval
+of the median, the error against fp64, and the problem of each wrong tiling. Wrong tilings are not timed.
+
+Exit code 1: a tiling does not compile or is wrong; 2: invalid arguments.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -24,46 +24,36 @@ from dcpbench.bench.operators import gqa_attention as gqa
 from dcpbench.kernels import gqa as kernels
 from dcpbench.kernels.gqa.triton_gqa import Tiling, TritonGqa
 from dcpbench.points.names import GQA_BACKENDS
-from tools.versions import format_times, measure_versions, select_cases, write_lines
+from tools.versions import format_times, make_builders, make_parser, measure_versions, select_cases, write_lines
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Sequence
 
-    from dcpbench.bench.operators.calls import Calls
     from dcpbench.kernels.attention import Backend
     from dcpbench.kernels.gqa import GqaSpec
 
-    Make = Callable[[str, GqaSpec], Backend]  # signature of kernels.gqa.make_gqa_backend
+    BackendFactory = Callable[[str, GqaSpec], Backend]  # signature of kernels.gqa.make_gqa_backend
 
 CASES = "8x8192,48x8192,8x32768,48x32768"
 
 
-def parse_way(word: str) -> Make:
-    """Return the function that makes the backend of a tiling, or of a bare name."""
+def parse_variant(word: str) -> BackendFactory:
+    """Return a function that makes the backend of a tiling, or the backend with this name."""
     if word in GQA_BACKENDS:
         return lambda _, spec: kernels.make_gqa_backend(word, spec)
     tiling = Tiling(*map(int, word.split("x")))
     return lambda _, spec: TritonGqa(spec, tiling)
 
 
-def builds(case: Case, ways: dict[str, Make], work: gqa.Gqa) -> dict[str, Callable[[], Calls]]:
-    """Return a function that builds the calls of each way."""
-
-    def build(name: str, make: Make) -> Calls:
-        with mock.patch.object(gqa, "make_gqa_backend", make):
-            return work.build_calls(Case(variant=name, sizes=case.sizes, calls=case.calls))
-
-    return {name: functools.partial(build, name, make) for name, make in ways.items()}
-
-
 def format_case(line: dict[str, Any]) -> str:
-    """Format a case in a line."""
+    """Format the sizes of a case and the results of all tilings as one line."""
     sizes = line["sizes"]
     return f"{sizes['requests']} × {sizes['context']:,}, {sizes['heads']} heads, {sizes['kv_heads']} KV heads: {format_times(line)}"
 
 
 def list_cases(args: argparse.Namespace) -> list[Case]:
-    """Return all requested cases."""
+    """Return a case for each combination of the requested sizes."""
     found = []
     for word in args.cases.split(","):
         requests, context = map(int, word.split("x"))
@@ -79,28 +69,32 @@ def list_cases(args: argparse.Namespace) -> list[Case]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; see the module docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="+", metavar="TILING")
-    parser.add_argument("--cases", default=CASES, help="REQUESTSxROWS; default: %(default)s")
-    parser.add_argument("--heads", type=int, default=64, help="query heads; default: %(default)s")
-    parser.add_argument("--kv-heads", default="4,8", help="default: %(default)s")
-    parser.add_argument("--head-dim", type=int, default=128, help="default: %(default)s")
-    parser.add_argument("--page", type=int, default=64, help="rows of a page; default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=0.1, help="of each case and way at most; default: %(default)s")
-    parser.add_argument("-o", "--out", type=Path, required=True, help="append a line of JSON for each case")
+    """Compare the tilings in all cases; return the exit code."""
+    parser = make_parser(__doc__, seconds=0.1)
+    parser.add_argument("variants", nargs="+", metavar="TILING|BACKEND", help="tilings and backends to compare")
+    parser.add_argument("--cases", default=CASES, metavar="REQUESTSxCONTEXT,…", help="default: %(default)s")
+    parser.add_argument("--heads", type=int, default=64, help="number of query heads; default: %(default)s")
+    parser.add_argument("--kv-heads", default="4,8", help="numbers of KV heads; default: %(default)s")
+    parser.add_argument("--head-dim", type=int, default=128, help="numbers of a head; default: %(default)s")
+    parser.add_argument("--page", type=int, default=64, help="tokens of a page of the KV cache; default: %(default)s")
     args = parser.parse_args(arguments)
-    ways: dict[str, Make] = {}
-    for word in args.ways:
+    variants: dict[str, BackendFactory] = {}
+    for word in args.variants:
         try:
-            ways[word] = parse_way(word)
+            variants[word] = parse_variant(word)
         except (TypeError, ValueError):
             parser.error(f"{word} is neither ROWSxWARPSxSTAGESxPROGRAMS nor one of {', '.join(GQA_BACKENDS)}")
-    found = select_cases(parser, lambda: list_cases(args))
+    cases = select_cases(parser, lambda: list_cases(args))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    work, settings = gqa.Gqa(device, seed=0), BenchSettings(seconds=args.seconds)
-    lines = (measure_versions(case.sizes, builds(case, ways, work), device, settings) for case in found)
-    return write_lines(lines, args.out, format_case)
+    workload, settings = gqa.Gqa(device, seed=0), BenchSettings(seconds=args.seconds)
+
+    def measure_case(case: Case) -> dict[str, Any]:
+        builders = make_builders(
+            case, variants, workload, lambda _, make: mock.patch.object(gqa, "make_gqa_backend", make)
+        )
+        return measure_versions(case.sizes, builders, device, settings)
+
+    return write_lines(map(measure_case, cases), args.out, format_case)
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 REPLAYS = 30
-LEFT_FREE = 4 << 30  # bytes of GPU memory that `full` leaves free
-LARGE = 1 << 22  # elements of a tensor whose kernels have more blocks than a GPU runs at once
+FREE_BYTES = 4 << 30  # bytes of GPU memory that `full` leaves free
+LARGE_TENSOR_NUMEL = 1 << 22  # elements of a tensor whose kernels have more blocks than a GPU runs at once
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """Hold the times of the graphs of one way."""
+    """Hold the times of the graphs that were captured in one way."""
 
     way: str
     device: str
@@ -77,7 +77,7 @@ WAYS = {
 def make_chain(way: Way, nodes: int) -> Callable[[], None]:
     """Return a function that runs this many kernels in sequence."""
     x = torch.ones(64, device="cuda")
-    y = torch.ones(LARGE, device="cuda")
+    y = torch.ones(LARGE_TENSOR_NUMEL, device="cuda")
     kinds: list[Callable[[], object]] = [lambda: x.add_(1)]
     if not way.one_kernel:
         kinds += [
@@ -128,7 +128,7 @@ def measure_way(name: str, graphs: int, nodes: int) -> Result:
     torch.cuda.synchronize()
     filler = None
     if way.full:
-        filler = torch.empty(torch.cuda.mem_get_info()[0] - LEFT_FREE, dtype=torch.uint8, device="cuda")
+        filler = torch.empty(torch.cuda.mem_get_info()[0] - FREE_BYTES, dtype=torch.uint8, device="cuda")
     pool = torch.cuda.graph_pool_handle() if way.shares else None
     primer = capture_graph(make_chain(way, way.primed)) if way.primed else None
     alive: list[tuple[object, Callable[[], object]]] = []
@@ -161,10 +161,19 @@ def main() -> int:
     """Measure each way in a separate process, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True, help="file that gets a line for each way")
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"ways, of {', '.join(WAYS)}; default: all")
-    parser.add_argument("--graphs", type=int, default=10, help="graphs of a way; default: %(default)s")
     parser.add_argument(
-        "--nodes", type=int, default=2300, help="kernels of a graph; default: %(default)s, as in a step of DeepSeek-V3"
+        "--ways",
+        default=",".join(WAYS),
+        help=f"ways of capturing, separated by commas: {', '.join(WAYS)}; default: all",
+    )
+    parser.add_argument(
+        "--graphs", type=int, default=10, help="graphs that are captured in each way; default: %(default)s"
+    )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=2300,
+        help="kernels of a graph; default: %(default)s, the number in a step of DeepSeek-V3",
     )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

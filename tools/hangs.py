@@ -5,7 +5,7 @@
     python -m tools.hangs --gpu H200 --ranks 2      # two GPUs: the same and three more faults, over NCCL
 
 Each case is a sweep of a tiny model on the CPU with two points on this many gloo ranks. At the first point one rank omits a collective,
-runs two in the wrong order, passes another shape or dtype, sleeps, spins, or does not signal in the merge of `symm`
+calls two collectives in the wrong order, passes another shape or dtype, sleeps, spins, or does not signal in the merge of `symm`
 (tests/distributed/faulty_worker.py). The model on GPUs is DeepSeek-V2-Lite; the faults are an omitted all-gather, another shape, a kernel
 that never ends, and the signal. Exit code 1: the record does not name rank, layer, collective and line within 15 s after the limit of the
 point, or the other point was not measured.
@@ -51,7 +51,7 @@ EXPECTED_KINDS = {  # expected kind of finding by fault; for all other faults, t
     FLAG: "signal",
 }
 GPU_MODEL = "deepseek-v2-lite"  # starts in seconds; the host can launch the few kernels of a whole step
-REMAINING = 2  # concurrency of the point that follows the faulty one
+NEXT_CONCURRENCY = 2  # concurrency of the point that follows the faulty one
 
 
 def run_case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[list[str], float, Record]:
@@ -78,7 +78,7 @@ def run_case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[lis
             backend="reference",
             dtype="fp32",
         )
-        for c in (1, REMAINING)
+        for c in (1, NEXT_CONCURRENCY)
     ]
     settings, probe = Settings(seconds=0.2, profile=False), Probe(device="cpu", count=0, name="CPU")
     if gpu:
@@ -115,7 +115,7 @@ def _check_record(
 ) -> dict[str, bool]:
     """Return the results of the checks, by the text of the problem."""
     reason = first.reason or ""
-    others = [(r.point.concurrency, r.outcome) for r in rest] == [(REMAINING, "ok")]
+    others = [(r.point.concurrency, r.outcome) for r in rest] == [(NEXT_CONCURRENCY, "ok")]
     if fault == LOOPS:
         single = first.point.world == 1  # one rank need not be distinguished
         return {
@@ -140,11 +140,13 @@ def _check_record(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the cases, and print a table."""
+    """Run the cases, and print a table with a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="", help="default: 2,4,8; with --gpu, 1")
+    parser.add_argument("--ranks", default="", help="numbers of ranks; default: 2,4,8; with --gpu: 1")
     parser.add_argument(
-        "--faults", default="", help=f"default: {','.join(KINDS)}; on one GPU {LOOPS}; on several {','.join(ON_GPUS)}"
+        "--faults",
+        default="",
+        help=f"faults to inject; default: {','.join(KINDS)}; on one GPU: {LOOPS}; on several: {','.join(ON_GPUS)}",
     )
     parser.add_argument("--timeout", type=float, default=8.0, help="limit of a point in seconds; default: %(default)s")
     parser.add_argument("--reasons", action="store_true", help="also print the reason in each record")

@@ -4,8 +4,8 @@
     python -m tools.kills --kills 500 --points 200 --quick        # ranks and an agent without torch; takes minutes
 
 Each sweep runs a tiny model on two gloo ranks. A kill sends SIGKILL, SIGTERM or SIGINT to the command, torchrun's agent, a rank, the
-supervisor of a rank, or several of them, at a random moment of starting or measuring. Afterwards each process whose parent has ended must
-end within 5 s. If one rank got SIGKILL, the command must record that within 5 s, or start another job. A command that has ended is repeated
+supervisor of a rank, or several of them, at a random moment of starting or measuring. Each process without a parent must then end
+within 5 s. If one rank got SIGKILL, the command must record that within 5 s, or start another job. A command that has ended is repeated
 with --resume until every point has its record. Exit code 1: a record was lost, a point has two records, a process was left alive, the end
 of a rank was noticed late, or a command was refused or ended with an unexpected code.
 """
@@ -30,7 +30,7 @@ from pathlib import Path
 from dcpbench.records.file import read_records
 from dcpbench.records.folder import JOB_FILES, RECORDS_FILE
 from tests.cli import dcpbench_fake, fake_worker
-from tests.cli.job_processes import ACCOUNT, AGENT, MARK, RANK, of_role, processes, still
+from tests.cli.job_processes import ACCOUNT, AGENT, MARK_VARIABLE, RANK, find_alive, find_by_role, find_processes
 
 FIRST_CONTEXT = {False: 16, True: 301}  # context of the first point, for real ranks and for quick ones
 COMMAND = "command"
@@ -45,10 +45,13 @@ TARGETS = (
     (COMMAND, AGENT, RANK),
 )
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-MAX_NOTICE_S = 5.0  # maximum time in s that a process may outlive its parent
+MAX_NOTICE_S = 5.0  # maximum time in s that a process may run after its parent has ended
 MAX_END_S = 90.0  # maximum time in s for a process to end after a signal, on a busy machine
-ENDS, REFUSED = (0, 4), 2  # exit codes: all points measured, or some failed; the command was refused
-MEASURING_S = {False: 2.0, True: 1.0}  # latest kill in s after measuring begins, for real and quick ranks
+ALLOWED_CODES, REFUSED_CODE = (0, 4), 2  # exit codes: all points measured, or some failed; the command was refused
+MAX_KILL_DELAY_S = {
+    False: 2.0,
+    True: 1.0,
+}  # maximum delay in s of a kill after measuring begins, for real and for quick ranks
 QUICK_POINT_S = 0.2
 
 
@@ -86,7 +89,7 @@ class Count:
 
 
 class Kills:
-    """Share the number of kills, the counts and the output among the threads that run sweeps."""
+    """Hold the number of kills, the counts and the output file, which the threads of all sweeps share."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.max_kills, self.points, self.quick, self.out = args.kills, args.points, args.quick, args.out
@@ -105,7 +108,7 @@ class Kills:
             }
 
     def take_number(self) -> int | None:
-        """Return the number of the next kill; None if there were enough kills."""
+        """Return the number of the next kill; None after the last kill, or after the time limit."""
         with self._lock:
             if self.count.kills >= self.max_kills or time.monotonic() > self.ends:
                 return None
@@ -133,8 +136,8 @@ class Kills:
 class Sweep:
     """Run the commands of one sweep in its folder, one after another."""
 
-    def __init__(self, kills: Kills, number: int, chance: random.Random) -> None:
-        self.kills, self.number, self.chance = kills, number, chance
+    def __init__(self, kills: Kills, number: int, rng: random.Random) -> None:
+        self.kills, self.number, self.rng = kills, number, rng
         self.folder = kills.folder / f"sweep-{number}"
         self.recorded: set[str] = set()
         self.duplicated_keys: set[str] = set()
@@ -167,7 +170,7 @@ class Sweep:
                 [*self.kills.command, "-o", str(self.folder), "--resume"],
                 stdout=out,
                 stderr=out,
-                env=self.kills.env | {MARK: str(self.folder)},
+                env=self.kills.env | {MARK_VARIABLE: str(self.folder)},
                 start_new_session=True,
             )
         while run.poll() is None:
@@ -177,10 +180,10 @@ class Sweep:
                 killed = self._kill(run, number)
                 if COMMAND in killed:
                     return False
-        self._check_gone(set(processes(str(self.folder))), time.monotonic(), "a command that was not killed")
-        if run.returncode not in ENDS:
+        self._check_gone(set(find_processes(str(self.folder))), time.monotonic(), "a command that was not killed")
+        if run.returncode not in ALLOWED_CODES:
             tail = log.read_text(errors="replace")[-1500:]
-            kind = "refused" if run.returncode == REFUSED else "other"
+            kind = "refused" if run.returncode == REFUSED_CODE else "other"
             self.kills.count_violation(kind, f"sweep {self.number} ended with {run.returncode}:\n{tail}")
         return run.returncode == 0
 
@@ -189,8 +192,8 @@ class Sweep:
         if self.kills.count.kills >= self.kills.max_kills or time.monotonic() > self.kills.ends:
             run.wait()
             return False
-        began, measuring = time.monotonic(), self.chance.random() < 0.5
-        until = self.chance.uniform(0, MEASURING_S[self.kills.quick] if measuring else self.starting_s)
+        began, measuring = time.monotonic(), self.rng.random() < 0.5
+        until = self.rng.uniform(0, MAX_KILL_DELAY_S[self.kills.quick] if measuring else self.starting_s)
         jobs = len(list(self.folder.glob("progress-*")))
         while measuring and run.poll() is None and len(list(self.folder.glob("progress-*"))) == jobs:
             time.sleep(0.1)
@@ -204,16 +207,16 @@ class Sweep:
         return True
 
     def _kill(self, run: subprocess.Popen[bytes], number: int) -> tuple[str, ...]:
-        mark, choice = str(self.folder), self.chance.choice(TARGETS)
-        by_role = {COMMAND: [run.pid]} | {role: of_role(mark, role) for role in (AGENT, RANK, ACCOUNT)}
+        mark, choice = str(self.folder), self.rng.choice(TARGETS)
+        by_role = {COMMAND: [run.pid]} | {role: find_by_role(mark, role) for role in (AGENT, RANK, ACCOUNT)}
         targets = tuple(t for t in choice if by_role[t]) or (COMMAND,)
-        pids = {t: self.chance.choice(by_role[t]) for t in targets}
-        number_sent = {t: self.chance.choice(SIGNALS) for t in targets}
-        below = set(processes(mark)) - {run.pid}
+        pids = {t: self.rng.choice(by_role[t]) for t in targets}
+        number_sent = {t: self.rng.choice(SIGNALS) for t in targets}
+        below = set(find_processes(mark)) - {run.pid}
         before = self._count_reactions()
         ranks = set(by_role[RANK])
         since = time.monotonic()
-        for target in self.chance.sample(targets, len(targets)):
+        for target in self.rng.sample(targets, len(targets)):
             try:
                 os.kill(pids[target], number_sent[target])
             except ProcessLookupError:
@@ -223,7 +226,7 @@ class Sweep:
         noticed = None
         if COMMAND in targets:
             self._wait_for_command(run, text)
-            took = self._check_gone(below | set(processes(mark)), time.monotonic(), text)
+            took = self._check_gone(below | set(find_processes(mark)), time.monotonic(), text)
         else:
             self._wait_for_signalled(pids, text)
             took = self._check_gone(ranks, time.monotonic(), text) if AGENT in targets else 0.0
@@ -252,19 +255,19 @@ class Sweep:
         """Wait until all signalled processes have ended."""
         end = time.monotonic() + MAX_END_S
         left = set(pids.values())
-        while still(str(self.folder), left):
+        while find_alive(str(self.folder), left):
             if time.monotonic() > end:
                 self.kills.count_violation("other", f"{text}: still alive after {MAX_END_S:g} s")
                 return
             time.sleep(0.02)
 
     def _check_gone(self, pids: set[int], since: float, text: str) -> float:
-        """Count and kill the processes that are alive after ALLOWED_S; return the seconds until all have ended."""
+        """Count and kill the processes that are alive after MAX_NOTICE_S; return the seconds until all have ended."""
         took = self._wait_until_gone(pids, since, MAX_NOTICE_S)
         self.kills.count.longest_s = max(self.kills.count.longest_s, took)
         mark = str(self.folder)
-        if left := still(mark, pids):
-            found = {p: w for p, w in processes(mark).items() if p in left}
+        if left := find_alive(mark, pids):
+            found = {p: w for p, w in find_processes(mark).items() if p in left}
             self.kills.count_violation("alive", f"{text}: {found} after {MAX_NOTICE_S:g} s", len(left))
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
@@ -289,7 +292,7 @@ class Sweep:
     def _wait_until_gone(self, pids: set[int], since: float, limit_s: float) -> float:
         """Return the seconds until all processes have ended, at most the limit."""
         mark = str(self.folder)
-        while still(mark, pids) and time.monotonic() - since < limit_s:
+        while find_alive(mark, pids) and time.monotonic() - since < limit_s:
             time.sleep(0.02)
         return time.monotonic() - since
 
@@ -309,10 +312,10 @@ class Sweep:
 def main(arguments: list[str] | None = None) -> int:
     """Run the sweeps, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--kills", type=int, default=200, help="total kills; default: %(default)s")
     parser.add_argument("--points", type=int, default=6, help="points of a sweep, an even number; default: %(default)s")
     parser.add_argument(
-        "--quick", action="store_true", help="use ranks and an agent without torch, which start at once"
+        "--quick", action="store_true", help="use an agent and ranks without torch, which start quickly"
     )
     parser.add_argument(
         "--out", type=Path, help="append a line of JSON for each kill and sweep, and the counts, to a file"
@@ -322,12 +325,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--at-once", type=int, default=2, help="sweeps that run in parallel; default: %(default)s")
     parser.add_argument(
-        "--minutes", type=float, default=120, help="time after which no kill follows; default: %(default)s"
+        "--minutes", type=float, default=120, help="time in min after which no kill follows; default: %(default)s"
     )
     args = parser.parse_args(arguments)
     signal.signal(
         signal.SIGINT, signal.default_int_handler
-    )  # a background job of a shell would pass on that SIGINT is ignored
+    )  # if a shell started this program in the background, it ignores SIGINT, and so would the commands
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dcpbench-kills-") as name:
         kills = Kills(args, Path(name))

@@ -34,29 +34,29 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 ROOT = Path(__file__).parents[1]
-OUT = ROOT / "dcpbench" / "points" / "measured" / f"latencies-{MEASURED_ON.lower()}.json"
-FOUR, PAIR = "decode_4xH200/decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26"
-CHUNKS, LIVE, ONE = (
+OUTPUT_FILE = ROOT / "dcpbench" / "points" / "measured" / f"latencies-{MEASURED_ON.lower()}.json"
+FOLDER_4_GPUS, FOLDER_2_GPUS = "decode_4xH200/decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26"
+CHUNKS, LIVE, FOLDER_1_GPU = (
     "emulation_H200/emulated-chunks_4xH200_2026-11-26",
     "serving_4xH200/attention-dp-live_4xH200_2026-11-27",
     "replay_H100-H200/replay-against-live_H200_2026-11-26",
 )
 SERVED = (  # live runs without torch's grouped product of experts, which took up to three times as long
-    f"{FOUR}/served/*",
-    f"{PAIR}/served/*",
-    f"{PAIR}/again/served/*",
+    f"{FOLDER_4_GPUS}/served/*",
+    f"{FOLDER_2_GPUS}/served/*",
+    f"{FOLDER_2_GPUS}/again/served/*",
     f"{CHUNKS}/served/*",
     *(f"{LIVE}/{name}" for name in ("dcp", "dp", "dpx")),
-    f"{ONE}/live-*",
-    f"{ONE}/before/live-*",
-    f"{ONE}/v3-open/live-*",
+    f"{FOLDER_1_GPU}/live-*",
+    f"{FOLDER_1_GPU}/before/live-*",
+    f"{FOLDER_1_GPU}/v3-open/live-*",
 )
-REPLAYED = (f"{FOUR}/seed/*", f"{FOUR}/seed-k2/*", f"{FOUR}/seed-k2-4gib/*")
+REPLAYED = (f"{FOLDER_4_GPUS}/seed/*", f"{FOLDER_4_GPUS}/seed-k2/*", f"{FOLDER_4_GPUS}/seed-k2-4gib/*")
 """Replays with step times of all GPUs. Two thirds are of Kimi-K2, which has no live run with the present kernel of experts."""
 FORECAST = {
-    f"{FOUR}/replays/emulated-*": f"{FOUR}/served/*",
-    f"{PAIR}/replays/emulated-*": f"{PAIR}/served/*",
-    f"{PAIR}/again/replays/emulated-*": f"{PAIR}/again/served/*",
+    f"{FOLDER_4_GPUS}/replays/emulated-*": f"{FOLDER_4_GPUS}/served/*",
+    f"{FOLDER_2_GPUS}/replays/emulated-*": f"{FOLDER_2_GPUS}/served/*",
+    f"{FOLDER_2_GPUS}/again/replays/emulated-*": f"{FOLDER_2_GPUS}/again/served/*",
     f"{CHUNKS}/replays/emulated-*": f"{CHUNKS}/served/*",
     f"{CHUNKS}/calibrated/pair/emulated-*": f"{CHUNKS}/served/*",
     f"{LIVE}/replays/alone-*": f"{LIVE}/dcp",
@@ -227,10 +227,10 @@ def format_table(cases: list[Case]) -> list[str]:
 def main() -> int:
     """Print the table; with --write, collect the cases again before."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"collect the cases again, and write {OUT.name}")
+    parser.add_argument("--write", action="store_true", help=f"collect the cases again, and write {OUTPUT_FILE.name}")
     if parser.parse_args().write:
         content = msgspec.json.encode(Published(gpu=MEASURED_ON, cases=collect_cases()))
-        OUT.write_bytes(msgspec.json.format(content, indent=1) + b"\n")
+        OUTPUT_FILE.write_bytes(msgspec.json.format(content, indent=1) + b"\n")
         latency_bands.load_published.cache_clear()
     sys.stdout.write("\n".join(format_table(list(latency_bands.load_published()))) + "\n")
     return 0

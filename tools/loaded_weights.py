@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GIB = 2**30
-LOADED = re.compile(r"Model loading took ([\d.]+) GiB")
-ENDED, POLL_S, OTHERS_S, STOP_S = 4, 0.2, 2.0, 15.0
+LOADED_PATTERN = re.compile(r"Model loading took ([\d.]+) GiB")
+NOT_LOADED_CODE, POLL_S, OTHER_RANKS_S, STOP_S = 4, 0.2, 2.0, 15.0
 FLAGS = "--load-format dummy --enforce-eager --skip-tokenizer-init --max-model-len 2048 --max-num-seqs 8 --max-num-batched-tokens 2048"
 
 
@@ -55,7 +55,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_loaded_gib(log: str) -> list[float]:
     """Return the GiB of weights in the log, one number for each rank."""
-    return [float(found) for found in LOADED.findall(log)]
+    return [float(found) for found in LOADED_PATTERN.findall(log)]
 
 
 def plan_weights(model: Path, tp: int) -> tuple[float, str]:
@@ -71,7 +71,7 @@ def plan_weights(model: Path, tp: int) -> tuple[float, str]:
 
 
 def load_model(command: Sequence[str], log: Path, ranks: int, limit_s: float) -> list[float]:
-    """Start vLLM, wait until all ranks have logged their weights or OTHERS_S after the first, and return the logged GiB.
+    """Start vLLM, wait until all ranks have logged their weights or OTHER_RANKS_S have passed since the first, and return the logged GiB.
 
     The list is empty if vLLM ends before, or at the limit.
     """
@@ -83,7 +83,7 @@ def load_model(command: Sequence[str], log: Path, ranks: int, limit_s: float) ->
             if process.poll() is not None or time.monotonic() > end:
                 break
             if found:
-                end = min(end, time.monotonic() + OTHERS_S)
+                end = min(end, time.monotonic() + OTHER_RANKS_S)
             time.sleep(POLL_S)
         return found
     finally:
@@ -109,9 +109,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel degree; default: %(default)s")
-    parser.add_argument("--limit", type=float, default=0.02, help="largest relative difference (default: 0.02)")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a model (default: 300)")
-    parser.add_argument("--flags", default="", help="further flags of vllm serve")
+    parser.add_argument("--limit", type=float, default=0.02, help="largest relative difference; default: %(default)s")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="maximum time of one model in s; default: %(default)s"
+    )
+    parser.add_argument("--flags", default="", help="additional flags of vllm serve")
     parser.add_argument("-o", "--output", type=Path, required=True, help="JSON file; logs are written next to it")
     args = parser.parse_args()
     if shutil.which("vllm") is None:
@@ -141,7 +143,7 @@ def main() -> int:
         args.output.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
     sys.stdout.write(format_table(found) + "\n")
     if not all(c.loaded_gib for c in found):
-        return ENDED
+        return NOT_LOADED_CODE
     return int(any(abs(c.error or 0.0) > args.limit for c in found))
 
 

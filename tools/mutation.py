@@ -60,7 +60,7 @@ EXCLUDED = (
     "syncs/live",
     "syncs/recorder",
     "launch/subprocess_guard.py",
-)  # these run in other programs
+)  # files that run in other programs
 OPERATORS = re.compile(
     r"core/(ReplaceBinaryOperator_(Add|Sub|Mul|Div|FloorDiv|Mod)_(Add|Sub|Mul|Div|FloorDiv|Mod)"
     r"|ReplaceComparisonOperator_(Eq_NotEq|NotEq_Eq|Lt_LtE|Lt_GtE|LtE_Lt|LtE_Gt|Gt_GtE|Gt_LtE|GtE_Gt|GtE_Lt|Is_IsNot|IsNot_Is|In_NotIn|NotIn_In)"
@@ -68,7 +68,7 @@ OPERATORS = re.compile(
     r"|NumberReplacer|ReplaceBreakWithContinue|ReplaceContinueWithBreak|ZeroIterationForLoop|ExceptionReplacer)"
 )
 SUITE = ("tests/unit", "tests/cli", "tests/servers")
-QUICK = "not long and not browser and not soak and not gpu and not distributed"
+QUICK_MARKS = "not long and not browser and not soak and not gpu and not distributed"
 LIBRARIES = (  # libraries that are imported before any fork
     "hypothesis",
     "jsonschema",
@@ -97,7 +97,7 @@ PASSED, FAILED, UNREADABLE, LONG, DIED, BROKEN = (
     "ended in",
     "broke",
 )
-LOG = "DCPBENCH_MUTATION_LOG"  # environment variable with a file for the output of the tests
+LOG_VARIABLE = "DCPBENCH_MUTATION_LOG"  # environment variable with a file for the output of the tests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +241,7 @@ def find_changed_functions(mutant: Mutant) -> list[tuple[CodeType, CodeType]] | 
     return _find_differing(old, new)
 
 
-AT_ONCE = (
+RUN_AT_DEFINITION = (
     "<listcomp>",
     "<setcomp>",
     "<dictcomp>",
@@ -258,7 +258,7 @@ def _find_differing(old: CodeType, new: CodeType) -> list[tuple[CodeType, CodeTy
     found: list[tuple[CodeType, CodeType]] = []
     for pair in zip(*inner, strict=True):
         differ = _find_differing(*pair)
-        if differ is None or (differ and pair[0].co_name in AT_ONCE and not function):
+        if differ is None or (differ and pair[0].co_name in RUN_AT_DEFINITION and not function):
             return own if function else None
         found += differ
     return own + found if found and function else found
@@ -279,8 +279,8 @@ class Suite(NamedTuple):
 
     seconds: dict[str, float]
 
-    def limit(self, test: str) -> float:
-        """Return the time limit of a test in s; of the start without a test."""
+    def get_limit_s(self, test: str) -> float:
+        """Return the time limit of a test in s; for an empty name, the limit until the first test."""
         return max(TEST_S, TIMES * self.seconds.get(test, 0.0)) if test else START_S
 
 
@@ -304,7 +304,14 @@ def cover(data: Path, tests: list[str]) -> int:
 
     os.environ["COVERAGE_FILE"] = str(data.absolute())
     times = Times()
-    words = ["-m", QUICK, "--cov=dcpbench", "--cov-context=test", "--cov-report=", *["--cov-append"] * bool(tests)]
+    words = [
+        "-m",
+        QUICK_MARKS,
+        "--cov=dcpbench",
+        "--cov-context=test",
+        "--cov-report=",
+        *["--cov-append"] * bool(tests),
+    ]
     code = pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *words, *(tests or SUITE)], plugins=[times])
     kept = _read_times(data) if tests else {}
     kept |= {name: round(s, 3) for name, s in times.seconds.items() if name not in times.others}
@@ -335,9 +342,9 @@ class Coverage:
         self._seconds = seconds
 
     def select_tests(self, mutant: Mutant) -> list[str]:
-        """Return the tests for a mutant, the quickest and most specific first, in turns from their files.
+        """Return the tests for a mutant, the quickest and most specific first, alternating between test files.
 
-        These are the tests that run its line or, for a definition at import, that run a line with the defined name.
+        These tests run the mutated line. If it is a definition that runs at import, they run a line with the defined name.
         """
         lines = self._read_lines(mutant.path)
         size = collections.Counter(name for names in lines.values() for name in names)
@@ -351,15 +358,15 @@ class Coverage:
             ran |= {
                 name
                 for name in self._seconds
-                if name.split("::", maxsplit=1)[0] in naming_tests or name.startswith(HOUSE)
+                if name.split("::", maxsplit=1)[0] in naming_tests or name.startswith(DEFINITIONS_TEST)
             }
         known = [name for name in ran if name in self._seconds]
 
-        def order(name: str) -> tuple[int, float, str]:
+        def get_order(name: str) -> tuple[int, float, str]:
             file, *_, function = name.partition("[")[0].split("::")
             far = (
                 0
-                if function in naming_tests.get(file, ()) or name.startswith(HOUSE)
+                if function in naming_tests.get(file, ()) or name.startswith(DEFINITIONS_TEST)
                 else 1
                 if file in naming_tests
                 else 2
@@ -368,8 +375,8 @@ class Coverage:
 
         place: collections.Counter[str] = collections.Counter()
         in_turn: list[tuple[bool, bool, int, int, float, str]] = []
-        for name in sorted(known, key=order):
-            far, cost, _ = order(name)
+        for name in sorted(known, key=get_order):
+            far, cost, _ = get_order(name)
             place[file := name.split("::", maxsplit=1)[0]] += 1
             in_turn.append((far > 0, self._seconds[name] > LONG_S, place[file], far, cost, name))
         specific = [name for *_, name in sorted(in_turn)]
@@ -381,11 +388,11 @@ class Coverage:
                 if name not in chosen and self._seconds[name] <= left_s:
                     chosen[name] = None
                     left_s -= self._seconds[name]
-        first, rest = [*chosen][:FIRST], [*chosen][FIRST:]
+        first, rest = [*chosen][:FIRST_TESTS], [*chosen][FIRST_TESTS:]
         turn = {file: i for i, file in reversed(list(enumerate(name.split("::")[0] for name in rest)))}
         return first + sorted(rest, key=lambda name: turn[name.split("::")[0]])
 
-    @functools.cache  # noqa: B019 -- there is one object in the program
+    @functools.cache  # noqa: B019 -- the program has one object of this class
     def _read_lines(self, path: str) -> dict[int, set[str]]:
         found = self._data.contexts_by_lineno(self._files[path]) if path in self._files else {}
         return {line: {name.rpartition("|")[0] for name in names if name} for line, names in found.items()}
@@ -397,12 +404,14 @@ class Coverage:
         return set().union(*(self._read_lines(path).get(n, ()) for n in numbers)) if numbers else set()
 
 
-HOUSE = "tests/unit/test_house.py::test_dataclasses_and_structs_are_frozen"  # test of all definitions at import
-FIRST = 12  # number of tests that run first, one by one; the others run by file, because fixtures of a file may be slow
+DEFINITIONS_TEST = (
+    "tests/unit/test_house.py::test_dataclasses_and_structs_are_frozen"  # test that checks all definitions at import
+)
+FIRST_TESTS = 12  # number of tests that run first, in their order; others are grouped by file, because fixtures of a file may be slow
 
 
 def find_naming_tests(words: re.Pattern[str]) -> dict[str, set[str]]:
-    """Return the test files that have one of these words, with the names of the tests that have one."""
+    """Return the test files that contain one of these words, with the names of the tests that contain one."""
     found: dict[str, set[str]] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         text = path.read_text(encoding="utf-8")
@@ -420,7 +429,7 @@ def find_naming_tests(words: re.Pattern[str]) -> dict[str, set[str]]:
 def find_names_defined_at(source: str, line: int) -> list[str]:
     """Return the names that a line defines at import; empty for a line inside a function."""
 
-    def inside(body: list[ast.stmt], around: list[str]) -> list[str]:
+    def find_names(body: list[ast.stmt], around: list[str]) -> list[str]:
         for node in body:
             first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
             if not first <= line <= (node.end_lineno or node.lineno):
@@ -428,12 +437,12 @@ def find_names_defined_at(source: str, line: int) -> list[str]:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 return [node.name] if line < node.body[0].lineno else []
             if isinstance(node, ast.ClassDef):
-                return inside(node.body, [node.name]) if line >= node.body[0].lineno else [node.name]
+                return find_names(node.body, [node.name]) if line >= node.body[0].lineno else [node.name]
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             return [n.id for t in targets if t for n in ast.walk(t) if isinstance(n, ast.Name)] + around
         return around
 
-    return inside(ast.parse(source).body, [])
+    return find_names(ast.parse(source).body, [])
 
 
 # Running the tests
@@ -454,7 +463,7 @@ class MutantLoader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the changed code in the module."""
-        exec(compile(self.code, str(self.file), "exec", dont_inherit=True), vars(module))  # noqa: S102 -- it is the code of this package
+        exec(compile(self.code, str(self.file), "exec", dont_inherit=True), vars(module))  # noqa: S102 -- the code is a mutated module of this package
 
 
 def make_module_name(path: str) -> str:
@@ -519,7 +528,7 @@ class CollectedSuite:
         gc.unfreeze()
         objects = gc.get_objects()
         self.functions = collections.defaultdict(list)
-        for function in (o for o in objects if type(o) is types.FunctionType and is_of_package(o.__code__)):
+        for function in (o for o in objects if type(o) is types.FunctionType and is_package_code(o.__code__)):
             self.functions[_make_function_key(function.__code__)].append(function)
         caches = [o for o in objects if type(o) is functools._lru_cache_wrapper]  # noqa: SLF001 -- the type has no public name
         self.caches = [c for c in caches if str(getattr(c, "__module__", "")).startswith("dcpbench")]
@@ -545,7 +554,7 @@ class CollectedSuite:
         self.ordered_run.run_items(self.session.items)
 
 
-def is_of_package(code: CodeType) -> bool:
+def is_package_code(code: CodeType) -> bool:
     """Return True if code belongs to the package."""
     return code.co_filename.startswith(f"{ROOT}/dcpbench/")
 
@@ -562,7 +571,7 @@ def run_loaded(mutant: Mutant | None, tests: list[str], line: Connection) -> Non
         sys.meta_path.insert(0, MutantLoader(mutant))
     named = list(dict.fromkeys(name.split("::")[0] for name in tests))
     code = pytest.main(
-        [*PYTEST, "-m", QUICK, f"--basetemp={tempfile.mkdtemp()}", *named], plugins=[OrderedRun(line, tests)]
+        [*PYTEST, "-m", QUICK_MARKS, f"--basetemp={tempfile.mkdtemp()}", *named], plugins=[OrderedRun(line, tests)]
     )
     raise AssertionError(f"pytest ended with {code}")
 
@@ -576,11 +585,11 @@ def run_forked(do: Callable[[Connection], None], suite: Suite) -> Ended:
             os.setpgid(0, 0)
             mine.close()
             null = os.open(os.devnull, os.O_RDWR)
-            log = os.open(os.environ.get(LOG, os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            log = os.open(os.environ.get(LOG_VARIABLE, os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             for standard, file in enumerate((null, log, log)):
                 os.dup2(file, standard)
             do(its)
-        except BaseException:  # noqa: BLE001 -- it is printed, and no mutant causes it
+        except BaseException:  # noqa: BLE001 -- the error is printed; no mutant causes it
             traceback.print_exc(file=sys.__stderr__)
             its.send((BROKEN, ""))
         finally:
@@ -589,7 +598,7 @@ def run_forked(do: Callable[[Connection], None], suite: Suite) -> Ended:
     ended = os.pidfd_open(pid)
     how, test = "begins", ""
     while how == "begins":
-        ready = wait([mine, ended], suite.limit(test))
+        ready = wait([mine, ended], suite.get_limit_s(test))
         if mine in ready or (ready and mine.poll()):
             try:
                 how, test = mine.recv()
@@ -604,7 +613,7 @@ def run_forked(do: Callable[[Connection], None], suite: Suite) -> Ended:
     mine.close()
     for left in Path(tempfile.gettempdir()).iterdir():
         shutil.rmtree(left, ignore_errors=True)
-    assert how != BROKEN, f"a run of tests broke; set {LOG}=FILE to keep its output"
+    assert how != BROKEN, f"a run of tests broke; set {LOG_VARIABLE}=FILE to keep its output"
     return Ended(how, test)
 
 
@@ -613,15 +622,15 @@ class Runner:
 
     def __init__(self, suite: Suite) -> None:
         self.suite = suite
-        self.fit: set[tuple[str, bool]] = set()  # tests that passed without a change, behind the same tests
+        self.fit: set[tuple[str, bool]] = set()  # tests that passed without a change, after the same tests
         self.unfit: set[str] = set()  # tests that also fail without a change
         self._line, its = multiprocessing.Pipe()
         if os.fork() == 0:
             self._line.close()
             import pytest
 
-            words = [*PYTEST, "-m", QUICK, f"--basetemp={tempfile.gettempdir()}/pytest", *SUITE]
-            log = os.open(os.environ.get(LOG, os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            words = [*PYTEST, "-m", QUICK_MARKS, f"--basetemp={tempfile.gettempdir()}/pytest", *SUITE]
+            log = os.open(os.environ.get(LOG_VARIABLE, os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(log, 1)
             os._exit(int(pytest.main(words, plugins=[CollectedSuite(its, suite)])) or 1)
         its.close()
@@ -650,7 +659,7 @@ class Runner:
             if without.how == PASSED:
                 self.fit.add(key)
                 return f"{ended.how} {ended.test}".strip()
-            print(f"fails without a change, too: {' '.join(without)}", flush=True)
+            print(f"also fails without the change: {' '.join(without)}", flush=True)
             self.unfit |= {without.test, ended.test} & set(tests) or set(tests)
         return ""
 
@@ -680,7 +689,7 @@ def run_mutants(args: argparse.Namespace) -> int:
     equivalents = set(EQUIVALENTS.read_text().splitlines()) if EQUIVALENTS.exists() else set()
     done = read_rows([args.out]) if args.out and args.out.exists() else []
     counts = collections.Counter(str(row["what"]) for row in done)
-    before = {_identity(row) for row in done}
+    before = {_make_identity(row) for row in done}
     gc.collect()
     gc.freeze()
     with tempfile.TemporaryDirectory(prefix="mutation") as folder:
@@ -693,7 +702,7 @@ def run_mutants(args: argparse.Namespace) -> int:
             if (counts.total() >= args.mutants and not args.again) or time.monotonic() > began + args.minutes * 60:
                 break
             start = time.monotonic()
-            if _identity(dataclasses.asdict(mutant)) in before:
+            if _make_identity(dataclasses.asdict(mutant)) in before:
                 continue
             what, how = runner.judge(mutant, covered.select_tests(mutant) if mutant.line else [], equivalents)
             counts[what] += 1
@@ -710,7 +719,7 @@ def run_mutants(args: argparse.Namespace) -> int:
     return 0 if score >= MIN_SCORE and (args.again or counts.total() >= args.mutants) else 1
 
 
-def _identity(row: dict[str, Any]) -> tuple[object, ...]:
+def _make_identity(row: dict[str, Any]) -> tuple[object, ...]:
     """Return a key of a mutant that is valid while no line is added or removed."""
     return row["path"], row["operator"], row["occurrence"], row["now"], row["line"] == 0
 
@@ -719,14 +728,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("cover", "run"))
-    parser.add_argument("--tests", nargs="+", default=[], help="cover: run only these tests, and add them to the file")
-    parser.add_argument("--data", type=Path, required=True, help="file with the coverage of each test")
-    parser.add_argument("--mutants", type=int, default=500, help="default: %(default)s")
     parser.add_argument(
-        "--minutes", type=float, default=60, help="time after which no mutant follows; default: %(default)s"
+        "--tests", nargs="+", default=[], help="with cover: run only these tests, and add them to the file"
+    )
+    parser.add_argument("--data", type=Path, required=True, help="file with the coverage of each test")
+    parser.add_argument("--mutants", type=int, default=500, help="number of random mutants; default: %(default)s")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="time in min after which no mutant follows; default: %(default)s"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random mutants; default: %(default)s")
-    parser.add_argument("--only", default="", help="mutants of files with this in their path")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only change files with this text in their path")
     parser.add_argument("--again", type=Path, nargs="+", help="repeat the mutants in these files of --out")
     parser.add_argument(
         "--out", type=Path, help="append a line of JSON for each mutant; mutants in the file are not repeated"

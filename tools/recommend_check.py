@@ -36,69 +36,80 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 RESULTS = unpack_all()
-FOUR = RESULTS / "decode_4xH200/decode-serving-fp8_4xH200_2026-11-26"
-ONE = RESULTS / "steps_H100-H200/fp8_H200_2026-11-23"
-FOUR_NOW = RESULTS / "decode_4xH200/decode-fp8_4xH200_2026-11-26"
-GRID_NOW = [FOUR_NOW / name for name in ("deepseek-v3", "kimi-k2")]
-NOW = [*GRID_NOW, RESULTS / "steps_H100-H200/steps-fp8_H200_2026-11-26" / "now"]
+FOLDER_4_GPUS = RESULTS / "decode_4xH200/decode-serving-fp8_4xH200_2026-11-26"
+FOLDER_1_GPU = RESULTS / "steps_H100-H200/fp8_H200_2026-11-23"
+PRESENT_4_GPUS = RESULTS / "decode_4xH200/decode-fp8_4xH200_2026-11-26"
+PRESENT_GRID = [PRESENT_4_GPUS / name for name in ("deepseek-v3", "kimi-k2")]
+PRESENT_RUNS = [*PRESENT_GRID, RESULTS / "steps_H100-H200/steps-fp8_H200_2026-11-26" / "now"]
 """Runs with the present kernels. The fp8 runs of all other folders have older kernels, up to commit 630e490a."""
 PROMPTS = RESULTS / "replay_H100-H200/replay-against-live_H200_2026-11-26" / "v3-open"
-PAIR = RESULTS / "decode-serving_2xH200_2026-11-26"
-TWO, TWO_BF16, TWO_EXPERTS = (sorted((PAIR / name).iterdir()) for name in ("grid", "bf16", "experts"))
-GRID = [FOUR / "grid" / name for name in ("deepseek-v3-fp8", "kimi-k2-fp8")]
-FP8 = [*GRID, *sorted((FOUR / "grid-tp").iterdir()), *sorted((FOUR / "a2a-k2").iterdir())]
-BF16 = [FOUR / "bf16" / "deepseek-v3-bf16", FOUR / "bf16-k2" / "kimi-k2-bf16"]
-EXPERTS = sorted((FOUR / "experts").iterdir())
-ALONE = [ONE / name for name in ("v3-fp8-kv-ours", "v3-fp8-bf16-kv", "k2-bf16", "k2-fp8-bf16-kv", "k2-fp8-kv")]
-GROUPED = RESULTS / "gqa-routing_2xH200_2026-11-29"
-ROUTED = [GROUPED / "routing", *sorted((GROUPED / "routing-layouts").glob("*k"))]
+FOLDER_2_GPUS = RESULTS / "decode-serving_2xH200_2026-11-26"
+RUNS_2_GPUS, RUNS_2_GPUS_BF16, RUNS_2_GPUS_EXPERTS = (
+    sorted((FOLDER_2_GPUS / name).iterdir()) for name in ("grid", "bf16", "experts")
+)
+GRID = [FOLDER_4_GPUS / "grid" / name for name in ("deepseek-v3-fp8", "kimi-k2-fp8")]
+RUNS_FP8 = [*GRID, *sorted((FOLDER_4_GPUS / "grid-tp").iterdir()), *sorted((FOLDER_4_GPUS / "a2a-k2").iterdir())]
+RUNS_BF16 = [FOLDER_4_GPUS / "bf16" / "deepseek-v3-bf16", FOLDER_4_GPUS / "bf16-k2" / "kimi-k2-bf16"]
+RUNS_EXPERTS = sorted((FOLDER_4_GPUS / "experts").iterdir())
+RUNS_1_GPU = [
+    FOLDER_1_GPU / name for name in ("v3-fp8-kv-ours", "v3-fp8-bf16-kv", "k2-bf16", "k2-fp8-bf16-kv", "k2-fp8-kv")
+]
+GQA_FOLDER = RESULTS / "gqa-routing_2xH200_2026-11-29"
+ROUTING_RUNS = [GQA_FOLDER / "routing", *sorted((GQA_FOLDER / "routing-layouts").glob("*k"))]
 """Runs with skewed routing, and with 128,000 tokens."""
-STEPPED = [*NOW, *FP8, *BF16, *EXPERTS, *ALONE, *ROUTED]  # runs of decode, with a step per record
-CUT = {"v3-8": "deepseek-v3"}  # model folders next to a run that have some layers of a model
-V3, K2 = FOUR / "seed" / "deepseek-v3", sorted((FOUR / "seed-k2").iterdir())
-TIMED = [V3, *K2, PROMPTS / "build-deepseek-v3"]  # runs with step times, including those of steps with prompts
-FIRST = ([V3], [*GRID, *sorted((FOUR / "grid").glob("*-tp4")), ONE / "k2-fp8-kv"])
+DECODE_RUNS = [
+    *PRESENT_RUNS,
+    *RUNS_FP8,
+    *RUNS_BF16,
+    *RUNS_EXPERTS,
+    *RUNS_1_GPU,
+    *ROUTING_RUNS,
+]  # runs of decode, with a step per record
+SHORTENED_MODELS = {"v3-8": "deepseek-v3"}  # model folders next to a run that have some layers of a model
+V3, K2 = FOLDER_4_GPUS / "seed" / "deepseek-v3", sorted((FOLDER_4_GPUS / "seed-k2").iterdir())
+STEP_TIME_RUNS = [V3, *K2, PROMPTS / "build-deepseek-v3"]  # runs with step times, including those of steps with prompts
+FIRST_RUNS = ([V3], [*GRID, *sorted((FOLDER_4_GPUS / "grid").glob("*-tp4")), FOLDER_1_GPU / "k2-fp8-kv"])
 """The earliest measurements: runs with step times, and decode runs."""
-SETS = {
-    "decode in fp8, measured": GRID_NOW,
-    "decode in bf16, measured": BF16,
-    "decode in bf16 on two, measured": TWO_BF16,
+LOAD_SETS = {
+    "decode in fp8, measured": PRESENT_GRID,
+    "decode in bf16, measured": RUNS_BF16,
+    "decode in bf16 on two, measured": RUNS_2_GPUS_BF16,
 }
-BEFORE = {  # runs with kernels up to 630e490a, scored with the step times of these kernels
-    "decode in fp8 with older kernels, measured": FP8,
-    "decode in fp8 on two, measured": TWO,
-    "decode in fp8 on two, expert and tensor parallel, measured": TWO_EXPERTS,
-    "decode in fp8, expert and tensor parallel, measured": EXPERTS,
-    "served in fp8, replayed: 4,000 + 1,500 tokens": [V3, *K2, *sorted((FOUR / "seed-4gib").iterdir())],
+OLDER_LOAD_SETS = {  # runs with kernels up to 630e490a, scored with the step times of these kernels
+    "decode in fp8 with older kernels, measured": RUNS_FP8,
+    "decode in fp8 on two, measured": RUNS_2_GPUS,
+    "decode in fp8 on two, expert and tensor parallel, measured": RUNS_2_GPUS_EXPERTS,
+    "decode in fp8, expert and tensor parallel, measured": RUNS_EXPERTS,
+    "served in fp8, replayed: 4,000 + 1,500 tokens": [V3, *K2, *sorted((FOLDER_4_GPUS / "seed-4gib").iterdir())],
 }
 FP8_MULTIPLIED = estimate.MULTIPLIED[estimate.FP8_ATTENTION]
-OLDER = {name: f"{name}, older" for name in (estimate.QUANTISING, estimate.FP8_ATTENTION, FP8_MULTIPLIED)}
+OLDER_TERMS = {name: f"{name}, older" for name in (estimate.QUANTISING, estimate.FP8_ATTENTION, FP8_MULTIPLIED)}
 """Terms for the additional time of older kernels over an fp8 KV cache: launches with fp8 weights, and attention."""
-AFTERWARDS = {  # loads measured after FIRST, hours later on other machines
-    "decode in bf16": BF16,
-    "decode in fp8 on two": TWO,
-    "decode in bf16 on two": TWO_BF16,
-    "decode in fp8 on two, expert and tensor parallel": TWO_EXPERTS,
-    "decode in fp8, expert and tensor parallel": EXPERTS,
+LATER_LOAD_SETS = {  # loads measured after FIRST_RUNS, hours later on other machines
+    "decode in bf16": RUNS_BF16,
+    "decode in fp8 on two": RUNS_2_GPUS,
+    "decode in bf16 on two": RUNS_2_GPUS_BF16,
+    "decode in fp8 on two, expert and tensor parallel": RUNS_2_GPUS_EXPERTS,
+    "decode in fp8, expert and tensor parallel": RUNS_EXPERTS,
     "served in fp8, Kimi-K2": K2,
 }
 UNITS = {
-    OLDER[estimate.QUANTISING]: "µs a layer",
-    OLDER[estimate.FP8_ATTENTION]: "× the floor",
-    OLDER[FP8_MULTIPLIED]: "× the floor",
+    OLDER_TERMS[estimate.QUANTISING]: "µs a layer",
+    OLDER_TERMS[estimate.FP8_ATTENTION]: "× the floor",
+    OLDER_TERMS[FP8_MULTIPLIED]: "× the floor",
     **dict.fromkeys(estimate.PER_LAYER, "µs a layer"),
     **dict.fromkeys(estimate.CALLED, "× the model's"),
     estimate.WAITING: "× the time from the drawn experts",
     **dict.fromkeys(estimate.FLOORED, "of the rate of the floor"),
 }
-OUT = ROOT / "dcpbench" / "points" / "measured" / f"steps-{MEASURED_ON.lower()}.json"
+OUTPUT_FILE = ROOT / "dcpbench" / "points" / "measured" / f"steps-{MEASURED_ON.lower()}.json"
 Step = tuple[str, dict[str, float], float]  # model, terms, measured µs
-SAME = [  # pairs of terms: a term that no step of a fit has gets the value of the other one
+PARTNER_TERMS = [  # pairs of terms: a term that no step of a fit has gets the value of the other one
     *estimate.MULTIPLIED.items(),
     (estimate.ATTENTION, estimate.FP8_ATTENTION),
     (estimate.MULTIPLIED[estimate.ATTENTION], estimate.MULTIPLIED[estimate.FP8_ATTENTION]),
 ]
-NEGLIGIBLE = 1e-10  # scaled terms below this are zero
+MIN_TERM = 1e-10  # scaled terms below this are zero
 
 
 def fit_terms(found: Sequence[tuple[Mapping[str, float], float]], more_terms: Sequence[str] = ()) -> dict[str, float]:
@@ -106,7 +117,7 @@ def fit_terms(found: Sequence[tuple[Mapping[str, float], float]], more_terms: Se
     negative.
 
     The fit solves for the excess of parts over their floors (Lawson and Hanson 1974, chapter 23). A term that no step has gets the
-    value of its partner in SAME: compute-bound and memory-bound parts, then attention over both precisions of the KV cache.
+    value of its partner in PARTNER_TERMS: compute-bound and memory-bound parts, then attention over both precisions of the KV cache.
     `more_terms` are additional terms without floors.
     """
     every = (*estimate.TERMS, *more_terms)
@@ -118,7 +129,7 @@ def fit_terms(found: Sequence[tuple[Mapping[str, float], float]], more_terms: Se
     more = _fit_nonnegative(table / scale, 1 - table[:, floors].sum(axis=1)) / scale
     solved = dict(zip(every, map(float, np.where(present, floors + more, 0.0)), strict=True))
     known = dict(zip(every, present, strict=True))
-    for pair in SAME:
+    for pair in PARTNER_TERMS:
         for one, other in (pair, pair[::-1]):
             if known[other] and not known[one]:
                 solved[one], known[one] = solved[other], True
@@ -130,7 +141,7 @@ def _fit_nonnegative(table: np.ndarray, sums: np.ndarray) -> np.ndarray:
     numbers, free = np.zeros(table.shape[1]), np.zeros(table.shape[1], dtype=bool)
     while True:
         gain = np.where(free, 0.0, table.T @ (sums - table @ numbers))
-        if gain.max() <= NEGLIGIBLE:
+        if gain.max() <= MIN_TERM:
             return numbers
         free[gain.argmax()] = True
         while True:
@@ -141,7 +152,7 @@ def _fit_nonnegative(table: np.ndarray, sums: np.ndarray) -> np.ndarray:
                 break
             below = free & (solution <= 0)
             numbers = numbers + (numbers[below] / (numbers[below] - solution[below])).min() * (solution - numbers)
-            free &= numbers > NEGLIGIBLE
+            free &= numbers > MIN_TERM
             numbers[~free] = 0.0
 
 
@@ -162,7 +173,7 @@ def collect_steps(timed: list[Path], stepped: list[Path], now: list[Path]) -> tu
                 model, terms, us = make_step(
                     locate_model(r.point, run), None, r.metrics.step_ms.median, older=run not in now
                 )
-                found.append((CUT.get(r.point.model, model), terms, us))
+                found.append((SHORTENED_MODELS.get(r.point.model, model), terms, us))
     return found, [str(run.relative_to(ROOT)) for run in (*timed, *stepped)]
 
 
@@ -184,7 +195,7 @@ def make_step(point: Point, rows: StepRows | None, ms: float, *, older: bool = T
     terms = estimator.compute_terms(rows or estimator.make_decode_rows(point.concurrency, point.context))
     assert terms is not None
     beyond = older and point.kv_dtype == "fp8"
-    more = {extra: terms[name] if beyond else 0.0 for name, extra in OLDER.items()}
+    more = {extra: terms[name] if beyond else 0.0 for name, extra in OLDER_TERMS.items()}
     return point.model, terms | more, ms * 1e3
 
 
@@ -194,7 +205,7 @@ def fit_runs(timed: list[Path], stepped: list[Path], now: list[Path]) -> tuple[e
     Without any run in `now` both fits are equal.
     """
     steps, sources = collect_steps(timed, stepped, now)
-    more = tuple(OLDER.values()) if now else ()
+    more = tuple(OLDER_TERMS.values()) if now else ()
     models = list(dict.fromkeys(model for model, _, _ in steps))
     without = {left: fit_terms([(t, us) for model, t, us in steps if model != left], more) for left in models}
     terms = fit_terms([(t, us) for _, t, us in steps], more)
@@ -225,7 +236,7 @@ def select_present_terms(terms: dict[str, float]) -> dict[str, float]:
 
 def add_older_terms(terms: dict[str, float]) -> dict[str, float]:
     """Return the terms of older kernels, for steps with fp8 weights and an fp8 KV cache."""
-    return {name: terms[name] + terms.get(OLDER.get(name, ""), 0.0) for name in estimate.TERMS}
+    return {name: terms[name] + terms.get(OLDER_TERMS.get(name, ""), 0.0) for name in estimate.TERMS}
 
 
 def print_terms(terms: dict[str, float]) -> None:
@@ -270,7 +281,7 @@ def print_line(text: str) -> None:
 def main() -> int:
     """Fit the terms, print the scores, and write the fit if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"write the terms to {OUT.name}")
+    parser.add_argument("--write", action="store_true", help=f"write the terms to {OUTPUT_FILE.name}")
     parser.add_argument("--quick", action="store_true", help="score only decode steps")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="score each N-th served load")
     parser.add_argument("--engines", action="store_true", help="only score loads of vLLM, SGLang and dcpbench's engine")
@@ -278,27 +289,27 @@ def main() -> int:
     if args.engines:
         print_scores(RESULTS, estimate.load_published_steps())
         return 0
-    steps, before = fit_runs(TIMED, STEPPED, [*NOW, *ROUTED])
+    steps, before = fit_runs(STEP_TIME_RUNS, DECODE_RUNS, [*PRESENT_RUNS, *ROUTING_RUNS])
     errors: list[float] = []
     ratios: list[float] = []
-    for name, folders in (SETS | BEFORE).items():
+    for name, folders in (LOAD_SETS | OLDER_LOAD_SETS).items():
         if args.quick and not name.startswith("decode"):
             continue
-        by = before if name in BEFORE else steps
+        by = before if name in OLDER_LOAD_SETS else steps
         found = score_loads(name, folders, by, 1 if name.startswith("decode") else args.every)
         errors += list(np.abs(found.errors))
         ratios += list(np.abs(found.ratio_errors))
     if not args.quick:
         print_line("Loads that were measured after the steps of this fit:")
-        first, _ = fit_runs(*FIRST, now=[])
-        for name, folders in AFTERWARDS.items():
+        first, _ = fit_runs(*FIRST_RUNS, now=[])
+        for name, folders in LATER_LOAD_SETS.items():
             score_loads(name, folders, first, 1 if name.startswith("decode") else args.every)
     steps = msgspec.structs.replace(
         steps, band=float(np.quantile(errors, 0.9)), ratio_band=float(np.quantile(ratios, 0.9))
     )
     print_line(f"band {steps.band:.1%}, of ratios {steps.ratio_band:.1%}")
     if args.write:
-        OUT.write_bytes(msgspec.json.format(msgspec.json.encode(steps), indent=1) + b"\n")
+        OUTPUT_FILE.write_bytes(msgspec.json.format(msgspec.json.encode(steps), indent=1) + b"\n")
     return 0
 
 

@@ -121,13 +121,13 @@ def format_mutants(folder: Path) -> str:
     found = {_make_key(row): row for rows in judged.values() for row in rows}
     newest: collections.Counter[str] = collections.Counter()
     lines: list[tuple[object, ...]] = []
-    for path in reversed(firsts):  # the newest rounds, as many as reach AIM
-        if newest.total() < AIM:
+    for path in reversed(firsts):  # the newest rounds, until they have TARGET_MUTANTS
+        if newest.total() < TARGET_MUTANTS:
             rows = collections.Counter(row["what"] for row in judged[path])
             newest += rows
             lines.insert(0, (path.stem.rpartition("-")[2], *_format_score(rows)))
     text += f"The newest of {len(firsts)} rounds, each with a separate seed, at their first run:\n\n" + format_table(
-        ("seed", *SCORE), [*lines, ("together", *_format_score(newest))]
+        ("seed", *SCORE_COLUMNS), [*lines, ("together", *_format_score(newest))]
     )
     later = _mark_equivalents(read_rows(sorted(folder.glob("mutants-again-*.jsonl"))))
     tried = {_make_key(row): row for row in later}
@@ -140,11 +140,13 @@ def format_mutants(folder: Path) -> str:
         f"\nMutants of all rounds by subpackage, with {len(tried)} of them repeated after further tests were written. "
         "For lines without a mutant, the table above is the better estimate.\n\n"
     )
-    return text + format_table(("subpackage", *SCORE), [(name, *_format_score(c)) for name, c in packages.items()])
+    return text + format_table(
+        ("subpackage", *SCORE_COLUMNS), [(name, *_format_score(c)) for name, c in packages.items()]
+    )
 
 
-AIM = 500
-SCORE = ("mutants", "killed", "survived", "not reached", "equivalent", "obsolete", "killed of the rest")
+TARGET_MUTANTS = 500
+SCORE_COLUMNS = ("mutants", "killed", "survived", "not reached", "equivalent", "obsolete", "killed of the rest")
 
 
 def _format_score(c: collections.Counter[str]) -> tuple[object, ...]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record, ServeMetrics
 
 LIMITS = {("ttft_ms", "p50"): 0.05, ("itl_ms", "p50"): 0.05, ("ttft_ms", "p99"): 0.10, ("itl_ms", "p99"): 0.10}
-SHARES = (0.5, 0.7, 0.95)  # shares of the rate of the largest closed loop; the last one is near saturation
+RATE_SHARES = (0.5, 0.7, 0.95)  # shares of the rate of the largest closed loop; the last one is near saturation
 MIN_REQUESTS = 200  # minimum number of finished requests of each load
 BUILD, CLOSED, OPEN, SESSIONS = "build", "closed", "open", "sessions"
 LOADS = (CLOSED, OPEN, SESSIONS)
@@ -126,7 +126,7 @@ def find_step_times(folder: Path, model: str) -> Path | None:
 
 def compute_open_rates(max_request_s: float) -> tuple[float, ...]:
     """Return the request rates of the open loops, rounded to three significant digits."""
-    return tuple(float(f"{max_request_s * share:.3g}") for share in SHARES)
+    return tuple(float(f"{max_request_s * share:.3g}") for share in RATE_SHARES)
 
 
 def run_jobs(folder: Path, models: list[str], live: list[str], until: float) -> None:
@@ -259,13 +259,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument(
-        "--models", default="deepseek-v2-lite,deepseek-v3", help=f"models, of {', '.join(SIZES)}; default: %(default)s"
+        "--models",
+        default="deepseek-v2-lite,deepseek-v3",
+        help=f"models, separated by commas: {', '.join(SIZES)}; default: %(default)s",
     )
     parser.add_argument("--loads", default=",".join(LOADS), help="loads to run live; default: %(default)s")
     parser.add_argument(
-        "--seconds", type=float, default=480.0, help="time after which no job starts on the GPU; default: %(default)s"
+        "--seconds",
+        type=float,
+        default=480.0,
+        help="time in s after which no job starts on the GPU; default: %(default)s",
     )
-    parser.add_argument("--compare", action="store_true", help="only write check.md")
+    parser.add_argument("--compare", action="store_true", help="only write check.md from the runs in FOLDER")
     args = parser.parse_args()
     models = args.models.split(",")
     if unknown := [m for m in models if m not in SIZES]:

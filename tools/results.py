@@ -42,7 +42,7 @@ def unpack(folder: Path) -> Path:
     archive, stamp = folder / ARCHIVE, folder / STAMP
     content = archive.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    with _lock(archive):
+    with _lock_file(archive):
         if not stamp.is_file() or stamp.read_text(encoding="utf-8") != digest:
             stamp.unlink(missing_ok=True)
             with tarfile.open(fileobj=io.BytesIO(content), mode="r:xz") as tar:
@@ -114,7 +114,7 @@ def _iter_raw_files(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _lock(file: Path) -> Iterator[None]:
+def _lock_file(file: Path) -> Iterator[None]:
     """Hold a lock on a file, so that processes of a test run do not unpack it at the same time."""
     with file.open("rb") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)

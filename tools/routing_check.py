@@ -1,4 +1,4 @@
-"""Compare measured decode steps with forecasts, by the distribution of experts that tokens took (--routing).
+"""Compare measured decode steps with forecasts, for several distributions of tokens over experts (--routing).
 
     dcpbench sweep --model deepseek-v3 --tp 2 --dcp 1 --ep 1,tp --concurrency 8,32 --routing even,zipf:0.75,zipf:1.25 -o RUN
     python -m tools.routing_check RUN…
@@ -41,17 +41,17 @@ class ComparedStep:
     """Hold a measured step and its forecast."""
 
     point: Point
-    experts: float  # measured number of experts that a rank reads in a layer, mean of ranks
-    expected: float  # the same number, expected from the distribution
-    busiest: float  # measured experts of the busiest rank over the mean of ranks
+    experts: float  # measured number of experts that a rank reads in a layer, averaged over ranks
+    expected: float  # number of experts that the distribution predicts
+    busiest: float  # experts of the rank that reads the most, over `experts`
     ms: float
     forecast_ms: float
-    ends: tuple[float, float]  # band of the forecast, in ms
+    band_ms: tuple[float, float]  # limits of the band of the forecast
 
     @property
-    def inside(self) -> bool:
+    def is_in_band(self) -> bool:
         """Return True if the step is inside the band of its forecast."""
-        return self.ends[0] <= self.ms <= self.ends[1]
+        return self.band_ms[0] <= self.ms <= self.band_ms[1]
 
 
 def compare_record(record: Record) -> ComparedStep | None:
@@ -64,9 +64,9 @@ def compare_record(record: Record) -> ComparedStep | None:
     machine, steps, settings = load_machine(point.emulate or gpu), load_published_steps(), Settings()
     plan = plan_engine([point], settings, shape, make_planned_probe(machine.gpu, machine.gpus_per_host))
     found = forecast.estimate_point(point, plan, machine, settings, steps, steps.terms)
-    ms, ends = found.itl_ms.p50, found.itl_bounds_ms
+    ms, band_ms = found.itl_ms.p50, found.itl_bounds_ms
     assert ms is not None
-    assert ends is not None
+    assert band_ms is not None
     sharding = Sharding.from_point(point, shape)
     rows = record.conditions.graph_batch or point.concurrency // point.dp
     return ComparedStep(
@@ -76,7 +76,7 @@ def compare_record(record: Record) -> ComparedStep | None:
         busiest=record.conditions.busiest_rank_experts or 1.0,
         ms=record.metrics.step_ms.median,
         forecast_ms=ms,
-        ends=ends,
+        band_ms=band_ms,
     )
 
 
@@ -85,14 +85,14 @@ def format_table(found: Sequence[ComparedStep]) -> Iterator[str]:
     yield "| layout | requests × tokens | routing | experts a rank | expected | busiest / mean | step ms | forecast ms | error | band ms |"
     yield "|---|--:|---|--:|--:|--:|--:|--:|--:|--:|"
     for one in found:
-        point, (low, high) = one.point, one.ends
+        point, (low, high) = one.point, one.band_ms
         name = point.layout_name if point.dp > 1 else f"{point.layout_name}·ep{point.ep_degree}"
         yield (
             f"| {name} | {point.concurrency} × {point.context:,} | {point.routing or EVEN} | {one.experts:.1f} | {one.expected:.0f} "
             f"| {one.busiest:.2f} | {one.ms:.2f} | {one.forecast_ms:.2f} | {one.forecast_ms / one.ms - 1:+.1%} "
-            f"| {low:.2f}–{high:.2f}{'' if one.inside else ', missed'} |"
+            f"| {low:.2f}–{high:.2f}{'' if one.is_in_band else ', missed'} |"
         )
-    yield f"\n{sum(one.inside for one in found)} of {len(found)} steps are inside the bands of their forecasts."
+    yield f"\n{sum(one.is_in_band for one in found)} of {len(found)} steps are inside the bands of their forecasts."
 
 
 def main() -> int:
@@ -111,7 +111,7 @@ def main() -> int:
             "no run has a decode step of a known GPU with counted experts; measure one with the command in --help."
         )
     sys.stdout.write("\n".join(format_table(found)) + "\n")
-    return 0 if all(one.inside for one in found) else 1
+    return 0 if all(one.is_in_band for one in found) else 1
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ PAIRS = {
     "right, bf16 noise": ("noise", "noise2"),
     "right, one server, bf16 noise": ("noise",),
 }
-RIGHT = ("right, bf16 noise", "right, one server, bf16 noise")
+CORRECT_PAIRS = ("right, bf16 noise", "right, one server, bf16 noise")
 MIN_FOUND, MIN_AGREED = 0.96, 0.9  # minimum shares of runs
 CONTEXTS = (
     "64,240,272,4080,4096"  # on both sides of the lengths at which the faults begin, so that `verify` adds no length
@@ -65,7 +65,7 @@ CONTEXTS = (
 
 @contextlib.contextmanager
 def start_faulty_engine() -> Iterator[str]:
-    """Start the stand-in engines and yield their address."""
+    """Run the stand-in engines inside the block; yield their address."""
     command = [sys.executable, "-m", "tests.servers.faulty_engine"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -112,7 +112,7 @@ def format_verdicts(lines: list[dict[str, Any]]) -> tuple[str, bool]:
         verdicts = collections.Counter(line["verdict"] for line in lines if line["pair"] == name)
         runs, agreed = verdicts.total(), verdicts["AGREE"] + verdicts["CONSISTENT"]
         rows.append(f"| {name} | {runs} | {agreed} | {verdicts['DIFFER']} | {verdicts['UNDECIDED']} |")
-        if name in RIGHT:
+        if name in CORRECT_PAIRS:
             ok &= agreed >= MIN_AGREED * runs and not verdicts["DIFFER"]
         else:
             ok &= verdicts["DIFFER"] >= MIN_FOUND * runs and not agreed

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-FALSE_MARKS = 0.01  # documented share of unchanged histories that are ever marked while they grow
-FALSE_VERDICTS = Options().alpha  # documented share of comparisons of equal sides with any FASTER or SLOWER
+MAX_FALSE_MARKS = 0.01  # documented share of unchanged histories that are ever marked while they grow
+MAX_FALSE_VERDICTS = Options().alpha  # documented share of comparisons of equal sides with any FASTER or SLOWER
 MIN_COVERAGE = 0.92  # documented share of intervals that hold the true median, up to an autocorrelation of 0.6
 MIN_FOUND = 0.9  # documented share of slowdowns of 5 % found by four launches that scatter by 1 %
 DRAWS = 2000  # histories, comparisons or series of each line
@@ -42,14 +42,14 @@ SCATTER = 0.01  # relative scatter of runs and launches
 RUNS = (30, 60)
 ROWS = 4  # metrics in a comparison
 WARM_UP = 100  # runs before the first one of a correlated history
-BOUND = 0.95  # one-sided confidence of upper bounds
-NOISES = {
+BOUND_CONFIDENCE = 0.95  # one-sided confidence of upper bounds
+DOCUMENTED_NOISES = {
     "normal": "normal",
     "t": "Student's t, 3 degrees",
     "two-valued": "two-valued, ±1 %, 1 in 5",
     "ar": "AR(1), 0.5",
 }  # noise for which rates are documented
-OTHERS = {
+OTHER_NOISES = {
     "ar 0.7": "AR(1), 0.7",
     "two levels": "two-valued, and 0.1 % of normal noise",
 }  # noise that is shown as well
@@ -72,7 +72,9 @@ class Share:
     @property
     def bound(self) -> float:
         """Return the upper 95 % bound of the share (Clopper and Pearson)."""
-        return 1.0 if self.found == self.of else float(betaincinv(self.found + 1, self.of - self.found, BOUND))
+        return (
+            1.0 if self.found == self.of else float(betaincinv(self.found + 1, self.of - self.found, BOUND_CONFIDENCE))
+        )
 
     @property
     def holds(self) -> bool:
@@ -153,7 +155,7 @@ def count_ever_marked(histories: Floats, every: int = 1) -> int:
 
 def check_false_marks(draws: int) -> Table:
     """Return the rates at which unchanged histories are marked."""
-    kinds = [*NOISES, *OTHERS]
+    kinds = [*DOCUMENTED_NOISES, *OTHER_NOISES]
     jobs = [(kind, part, (draws + PARTS - 1) // PARTS) for kind in kinds for part in range(PARTS)]
     with ProcessPoolExecutor(2) as pool:
         counts = list(pool.map(_count_false_marks, *zip(*jobs, strict=True)))
@@ -161,13 +163,13 @@ def check_false_marks(draws: int) -> Table:
     for i, kind in enumerate(kinds):
         of = jobs[0][2] * PARTS
         sums = np.sum(counts[i * PARTS : (i + 1) * PARTS], axis=0)
-        limit = FALSE_MARKS if kind in NOISES else None
-        rows.append(((NOISES | OTHERS)[kind], [Share(int(n), of, at_most=limit) for n in sums]))
+        limit = MAX_FALSE_MARKS if kind in DOCUMENTED_NOISES else None
+        rows.append(((DOCUMENTED_NOISES | OTHER_NOISES)[kind], [Share(int(n), of, at_most=limit) for n in sums]))
     return Table(
         "Change points: unchanged histories that are marked",
         f"Runs scatter by {format_percent(SCATTER)}; {rows[0][1][0].of:,} histories per line. *Ever*: the history is searched after every run from run "
-        f"{change_points.MIN_RUNS} on, and at least one search marks a change. Documented for the first {len(NOISES)} lines: at most "
-        f"{format_percent(FALSE_MARKS)} ever.",
+        f"{change_points.MIN_RUNS} on, and at least one search marks a change. Documented for the first {len(DOCUMENTED_NOISES)} lines: at most "
+        f"{format_percent(MAX_FALSE_MARKS)} ever.",
         ("noise", *(f"at {n} runs" for n in RUNS), f"ever up to {RUNS[-1]} runs"),
         rows,
     )
@@ -189,7 +191,7 @@ def check_steps_found(draws: int) -> Table:
     for kind in ("normal", "ar"):
         for step in (0.02, 0.03, 0.05, 0.1):
             found = [count_marked(draw_histories(kind, count, n, 7, step, since)) for n, since in places]
-            rows.append((f"{NOISES[kind]}, {format_percent(step)}", [Share(n, count) for n in found]))
+            rows.append((f"{DOCUMENTED_NOISES[kind]}, {format_percent(step)}", [Share(n, count) for n in found]))
     return Table(
         "Change points: steps that are found",
         f"Runs scatter by {format_percent(SCATTER)}; {count:,} histories per cell. *30, 5*: a history of 30 runs, of which the last 5 are at the new level.",
@@ -232,7 +234,7 @@ def check_false_verdicts(draws: int) -> Table:
         *(((n, n), (1.0, 1.0), True) for n in (4, 8)),
     )
     rows = []
-    for kind, name in NOISES.items():
+    for kind, name in DOCUMENTED_NOISES.items():
         shares = []
         for launches, scatter, paired in cases:
             # Two-valued noise of different scatter has different means: those sides are not equal.
@@ -243,12 +245,12 @@ def check_false_verdicts(draws: int) -> Table:
                 mean = -0.6 if kind == "two-valued" else 0.0
                 a, b = (SCATTER * s * (x - mean) for s, x in zip(scatter, (a, b), strict=True))
                 wrong += any(find_different(a, b, paired=paired))
-            shares.append(Share(wrong, draws, at_most=None if kind == "ar" and scatter[0] != 1 else FALSE_VERDICTS))
+            shares.append(Share(wrong, draws, at_most=None if kind == "ar" and scatter[0] != 1 else MAX_FALSE_VERDICTS))
         rows.append((name, shares))
     return Table(
         "Comparisons: equal sides that are called different",
         f"{draws:,} comparisons per cell, each of {ROWS} metrics; any FASTER or SLOWER counts. *4 of 2 %, 6 of 0.3 %*: the sides "
-        f"scatter by 2 % and 0.3 %; in other columns, by {format_percent(SCATTER)}. Documented: at most {format_percent(FALSE_VERDICTS)}, except for AR(1) "
+        f"scatter by 2 % and 0.3 %; in other columns, by {format_percent(SCATTER)}. Documented: at most {format_percent(MAX_FALSE_VERDICTS)}, except for AR(1) "
         f"noise and sides that scatter differently.",
         ("noise", "4, 4", "6, 6", "8, 8", "4, 8", "4 of 2 %, 6 of 0.3 %", "4 rounds", "8 rounds"),
         rows,
@@ -349,7 +351,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=CHECKS, action="append", help="run this check; may be repeated")
     parser.add_argument(
-        "--draws", type=int, default=DRAWS, help=f"histories, comparisons or series a line (default {DRAWS})"
+        "--draws", type=int, default=DRAWS, help="histories, comparisons or series of each line; default: %(default)s"
     )
     parser.add_argument("-o", "--output", type=Path, help="also write the tables to this page")
     args = parser.parse_args(arguments)

@@ -46,22 +46,22 @@ FP8_PRECISIONS = (
     BF16 | {"kv_dtype": FP8},
     {"dtype": "fp32", "weights_dtype": FP8, "kv_dtype": FP8},
 )
-WIDE = {"hidden_size": 256, "intermediate_size": 320, "moe_intermediate_size": 160, "q_lora_rank": 136}
+WIDE_SIZES = {"hidden_size": 256, "intermediate_size": 320, "moe_intermediate_size": 160, "q_lora_rank": 136}
 NEW_TOKENS = 3
 
 
 def _make_v3_writer(**config: object) -> Callable[[Path], None]:
-    return lambda folder: checkpoints.deepseek_v3_of(folder, config, {})
+    return lambda folder: checkpoints.write_changed_deepseek_v3(folder, config, {})
 
 
 def _make_v2_writer(**config: object) -> Callable[[Path], None]:
-    return lambda folder: checkpoints.deepseek_v2_of(folder, config, {})
+    return lambda folder: checkpoints.write_changed_deepseek_v2(folder, config, {})
 
 
 def _make_published_writer(**config: object) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
-        checkpoints.deepseek_v3_of(folder, config, {})
-        checkpoints.publish_in_fp8(folder)
+        checkpoints.write_changed_deepseek_v3(folder, config, {})
+        checkpoints.convert_to_fp8(folder)
 
     return write
 
@@ -73,16 +73,20 @@ CORRECT: dict[str, Callable[[Path], None]] = {  # checkpoints, each with points 
     "V3, 61 layers": _make_v3_writer(num_hidden_layers=61, first_k_dense_replace=3, seed=3),
     "V3, small weights": _make_v3_writer(initializer_range=0.02, seed=4),
     "V3, large weights": _make_v3_writer(initializer_range=0.4, seed=5),
-    "V3, wide": _make_v3_writer(**WIDE, seed=6),
+    "V3, wide": _make_v3_writer(**WIDE_SIZES, seed=6),
     "V3, one group, 32 experts": _make_v3_writer(n_group=1, topk_group=1, n_routed_experts=32, seed=7),
-    "V2, grouped": checkpoints.deepseek_v2,
+    "V2, grouped": checkpoints.write_deepseek_v2,
     "V2, greedy, 5 layers": _make_v2_writer(num_hidden_layers=5, seed=8),
-    "V3 in fp8, 3 layers": checkpoints.deepseek_v3_fp8,
-    "V3 in fp8, wide, 4 layers": _make_published_writer(**WIDE, num_hidden_layers=4, seed=9),
+    "V3 in fp8, 3 layers": checkpoints.write_deepseek_v3_fp8,
+    "V3 in fp8, wide, 4 layers": _make_published_writer(**WIDE_SIZES, num_hidden_layers=4, seed=9),
     "V3 in fp8, 12 layers": _make_published_writer(num_hidden_layers=12, seed=10),
     "V3 in fp8, 61 layers": _make_published_writer(num_hidden_layers=61, first_k_dense_replace=3, seed=11),
 }
-SPREAD = ("V3, 9 layers", "V2, grouped", "V3 in fp8, 3 layers")  # checkpoints with points of several ranks
+MULTI_RANK_CHECKPOINTS = (
+    "V3, 9 layers",
+    "V2, grouped",
+    "V3 in fp8, 3 layers",
+)  # checkpoints with points of several ranks
 LAYOUTS: tuple[tuple[Layout, dict[str, Any]], ...] = (
     (Layout(2), {"ep": "1"}),
     (Layout(2, dp=2), {"ep": "tp"}),
@@ -154,7 +158,7 @@ def try_correct_engines(folder: Path, *, few: bool) -> Iterator[Row]:
             prompts = make_random_prompts(shape, 1 + turn, 5 + 7 * ((number + turn) % 4))
             tested = make_point(str(checkpoint), Layout(1), **precision)
             yield Row.from_checks(f"{name}, tp1", list(compare_alone(tested, prompts, NEW_TOKENS).values()))
-        if name in SPREAD:
+        if name in MULTI_RANK_CHECKPOINTS:
             prompts = make_random_prompts(shape, 5, 13)
             for index, (layout, options) in enumerate(LAYOUTS):
                 precision = FP8_PRECISIONS[index % 2]
@@ -175,16 +179,20 @@ def format_table(rows: list[Row]) -> str:
 def main(arguments: list[str]) -> int:
     """Run all points, and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=61, help="depth of the checkpoint with defects")
+    parser.add_argument(
+        "--layers", type=int, default=61, help="layers of the checkpoint with defects; default: %(default)s"
+    )
     parser.add_argument("--few", action="store_true", help="leave out correct engines of 61 layers")
     parser.add_argument("-o", "--out", type=Path, help="also write the tables to this file")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    as_fork.agents(setattr)
+    as_fork.replace_agents(setattr)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        checkpoints.deepseek_v3_of(folder / "deep", {"num_hidden_layers": args.layers, "first_k_dense_replace": 3}, {})
+        checkpoints.write_changed_deepseek_v3(
+            folder / "deep", {"num_hidden_layers": args.layers, "first_k_dense_replace": 3}, {}
+        )
         defects = list(_print_rows(try_defects(str(folder / "deep"), folder)))
         correct = list(_print_rows(try_correct_engines(folder, few=args.few)))
     missed = [row for row in defects if not row.wrong and row.name in DEFECTS]

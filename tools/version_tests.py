@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = Path(sys.prefix) / "versions"
 LOWEST, NEWEST = "lowest", "newest"
 EXTRAS = ("dashboard",)
-SHARED = frozenset({"torch", "triton"})  # large packages, on which the engine depends, but not the reports
-SHOWN = ("numpy", "pandas", "matplotlib", "typer", "rich", "msgspec")  # versions that the output names
+SHARED_PACKAGES = frozenset({"torch", "triton"})  # large packages, on which the engine depends, but not the reports
+SHOWN_PACKAGES = ("numpy", "pandas", "matplotlib", "typer", "rich", "msgspec")  # versions that the output names
 TESTS = (  # patterns of test files that depend on libraries; not test_outputs.py, which has widths of pinned versions
     # pandas and Matplotlib: tables and figures of reports, comparisons and the dashboard
     "tests/unit/test_bench_reports.py",
@@ -63,19 +63,19 @@ FEW_TESTS = (  # test files that CI runs: reports, help pages, tables and files 
     "tests/unit/test_reports.py",
     "tests/unit/test_show.py",
 )
-FEW = "--few"
+FEW_OPTION = "--few"
 PYTEST = ("-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider")
-MARKED = "not long and not browser and not soak"
-TIMED = (
+QUICK_MARKS = "not long and not browser and not soak"
+TIMED_TESTS = (
     "tests/cli/test_help.py::test_help_takes_half_a_second_of_processor_time"  # speed does not depend on the versions
 )
 
 
 def read_requirements() -> list[Requirement]:
-    """Return the run-time requirements of pyproject.toml without SHARED."""
+    """Return the run-time requirements of pyproject.toml without SHARED_PACKAGES."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
-    return [required for line in lines if (required := Requirement(line)).name not in SHARED]
+    return [required for line in lines if (required := Requirement(line)).name not in SHARED_PACKAGES]
 
 
 def pin_lowest(required: Requirement) -> str:
@@ -128,10 +128,10 @@ def create_environment(which: str) -> Path | None:
 
 
 def read_versions(python: Path) -> Mapping[str, str]:
-    """Return the versions of the packages SHOWN in an interpreter's environment."""
-    program = f"import importlib.metadata as m; print(*(m.version(name) for name in {SHOWN}))"
+    """Return the versions of SHOWN_PACKAGES in an interpreter's environment."""
+    program = f"import importlib.metadata as m; print(*(m.version(name) for name in {SHOWN_PACKAGES}))"
     found = subprocess.run([str(python), "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    return dict(zip(SHOWN, found, strict=True))
+    return dict(zip(SHOWN_PACKAGES, found, strict=True))
 
 
 def run_tests(which: str, arguments: Sequence[str]) -> int:
@@ -150,12 +150,12 @@ def run_tests(which: str, arguments: Sequence[str]) -> int:
         "pytest",
         *PYTEST,
         "-m",
-        MARKED,
+        QUICK_MARKS,
         "--deselect",
-        TIMED,
-        *find_test_files(few=FEW in arguments),
+        TIMED_TESTS,
+        *find_test_files(few=FEW_OPTION in arguments),
     ]
-    command += [argument for argument in arguments if argument != FEW]
+    command += [argument for argument in arguments if argument != FEW_OPTION]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 

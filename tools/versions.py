@@ -1,43 +1,48 @@
-"""Load kernels of other checkouts of this project into one process, to check and time them in turns, for the *_versions
-tools.
+"""Check and time several variants of a kernel in one process, for the *_versions and *_tilings tools.
+
+Kernels of other checkouts of this project are loaded next to the present ones. All variants are timed alternately, so that they run at the same
+GPU clocks.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import math
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
 import msgspec
 
+from dcpbench.bench.bench_record import Case
 from dcpbench.bench.operators.calls import measure_gpu_times
 from dcpbench.errors import UsageError
 from dcpbench.measuring.timing import capture_graph
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from types import ModuleType
 
     import torch
 
-    from dcpbench.bench.bench_record import BenchSettings, Case
-    from dcpbench.bench.operators.calls import Calls
+    from dcpbench.bench.bench_record import BenchSettings
+    from dcpbench.bench.operators.calls import Calls, Workload
+
+T = TypeVar("T")
 
 
 class Version:
-    """Hold modules of a checkout, which replace the present ones while one of them is loaded or run."""
+    """Hold modules of a checkout; they replace the present modules while one of them is loaded or run."""
 
     def __init__(self, checkout: Path, package: ModuleType, names: Sequence[str]) -> None:
-        """Load `names`, modules of the package, each after those that it imports; modules that the checkout lacks are
-        left out.
-        """
+        """Load the modules `names` of a package, each after the modules that it imports. Skip modules that the checkout lacks."""
         self.package = package
         self.modules: dict[str, ModuleType] = {}
         folder = checkout.joinpath(*package.__name__.split("."))
@@ -54,7 +59,7 @@ class Version:
 
     @contextlib.contextmanager
     def replace_modules(self) -> Iterator[None]:
-        """Replace imports of these modules by this version's inside the block."""
+        """Make imports of these modules return the modules of this version inside the block."""
         names = {f"{self.package.__name__}.{name}": module for name, module in self.modules.items()}
         parents = [mock.patch.object(self.package, name, module, create=True) for name, module in self.modules.items()]
         before = {name: sys.modules.get(name) for name in names}
@@ -64,12 +69,36 @@ class Version:
             sys.modules.update(names)
             try:
                 yield
-            finally:  # other modules that were imported meanwhile stay, or their classes would exist twice
+            finally:  # other modules that were imported in the block stay, because a second import would create their classes again
                 for name, module in before.items():
                     if module is None:
                         del sys.modules[name]
                     else:
                         sys.modules[name] = module
+
+
+def make_parser(doc: str | None, *, seconds: float) -> argparse.ArgumentParser:
+    """Return a parser with the options that all tools share; `seconds` is the default of --seconds."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    text = "maximum measuring time of one variant in one case, in s; default: %(default)s"
+    parser.add_argument("--seconds", type=float, default=seconds, help=text)
+    parser.add_argument("-o", "--out", type=Path, required=True, help="file that gets a line of JSON for each case")
+    return parser
+
+
+def make_builders(
+    case: Case,
+    variants: Mapping[str, T],
+    workload: Workload,
+    select: Callable[[str, T], AbstractContextManager[object]],
+) -> dict[str, Callable[[], Calls]]:
+    """Return a function for each variant that builds its calls; `select` makes the workload use a variant inside a block."""
+
+    def build_calls(name: str, variant: T) -> Calls:
+        with select(name, variant):
+            return workload.build_calls(Case(variant=name, sizes=case.sizes, calls=case.calls))
+
+    return {name: functools.partial(build_calls, name, variant) for name, variant in variants.items()}
 
 
 def select_cases(parser: argparse.ArgumentParser, cases: Callable[[], list[Case]]) -> list[Case]:
@@ -86,20 +115,21 @@ def select_cases(parser: argparse.ArgumentParser, cases: Callable[[], list[Case]
 
 
 def measure_versions(
-    sizes: dict[str, Any], builds: dict[str, Callable[[], Calls]], device: torch.device, settings: BenchSettings
+    sizes: dict[str, Any], builders: Mapping[str, Callable[[], Calls]], device: torch.device, settings: BenchSettings
 ) -> dict[str, Any]:
-    """Return a line of a file: µs of a call of each, from a CUDA graph, and its error, or the problem; without a GPU no
-    times.
+    """Return the line of a case: for each variant the µs of a call in a CUDA graph and its error, or why it is wrong.
+
+    There are no times without a GPU.
     """
     wrong: dict[str, str] = {}
     ready: dict[str, tuple[Calls, Callable[[], None]]] = {}
-    for name, build in builds.items():
+    for name, build_calls in builders.items():
         try:
-            calls = build()
+            calls = build_calls()
             problem = calls.check(calls.run)
             replay = capture_graph(calls.run).replay if device.type == "cuda" else calls.run
             problem = problem or calls.check(replay)
-        except Exception as e:  # noqa: BLE001 -- a version that is being written may raise anything
+        except Exception as e:  # noqa: BLE001 -- an unfinished kernel may raise any exception
             problem = _format_error(e)
         if problem:
             wrong[name] = problem
@@ -114,9 +144,7 @@ def measure_versions(
 
 
 def _format_error(e: Exception) -> str:
-    """Return the last line of an exception's message, where compilers state the error, or else the place that raised
-    it.
-    """
+    """Return the last line of the message, in which compilers state the error; without a message, the line that raised it."""
     lines = str(e).strip().split("\n")
     if not lines[-1]:
         at = traceback.extract_tb(e.__traceback__)[-1]
@@ -125,7 +153,7 @@ def _format_error(e: Exception) -> str:
 
 
 def write_lines(lines: Iterable[dict[str, Any]], out: Path, format_line: Callable[[dict[str, Any]], str]) -> int:
-    """Print each line at once, and append it to the file; return 1 if there was a problem."""
+    """Print each line as soon as it is measured, and append it to the file. Return 1 if a variant is wrong."""
     ok = True
     with out.open("a", encoding="utf-8") as file:
         for line in lines:
@@ -137,9 +165,7 @@ def write_lines(lines: Iterable[dict[str, Any]], out: Path, format_line: Callabl
 
 
 def format_times(line: dict[str, Any]) -> str:
-    """Format the result in a line: µs, and the speed relative to the first that was timed; without
-    a GPU only errors.
-    """
+    """Format the time of each variant with its speed relative to the first timed one; without a GPU, format the errors."""
     found = line["versions"]
     us = {name: one["median_us"] for name, one in found.items() if "median_us" in one}
     first = next(iter(us.values()), math.nan)

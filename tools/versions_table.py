@@ -1,10 +1,11 @@
-"""Print a file of tools.attention_versions or tools.linear_versions as a table in Markdown.
+"""Print a Markdown table of a file that tools.attention_versions or tools.linear_versions wrote.
 
     python -m tools.versions_table FILE --base now
     python -m tools.versions_table FILE --base now --layers qkv_a,q_b,o,shared-gate-up,shared-down
 
-A row is a case, with µs of a call of the base and the time of each other version over it: above 1 the base is faster. With --layers, a
-row is the sum over these layers, by the tensor parallel size and the number of rows.
+A row is a case. It has the median µs of a call of the base version, and the time of each other version divided by that of the base: above 1
+the base is faster. With --layers, a row has the sums over these layers for a tensor-parallel degree and a number of rows. Exit code 2: the
+file cannot be read, or has no such version or layer.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ Times = dict[str, dict[str, float]]  # µs of a call by case and version
 
 
 class Time(msgspec.Struct):
-    """Hold the time of a version."""
+    """Hold the measured time of a version."""
 
     median_us: float
 
 
 class Line(msgspec.Struct):
-    """Hold a case of a file."""
+    """Hold a case with the times of its versions."""
 
     sizes: dict[str, object]
     versions: dict[str, Time]
@@ -54,7 +55,7 @@ def read_lines(file: Path) -> list[Line]:
 
 
 def collect_times(lines: Sequence[Line]) -> Times:
-    """Return the medians of each case, named by the sizes in which cases differ."""
+    """Return the median times of each case. The name of a case has the sizes that differ between cases."""
     varied = [name for name in lines[0].sizes if len({str(line.sizes.get(name)) for line in lines}) > 1]
     found: Times = {}
     for line in lines:
@@ -64,7 +65,7 @@ def collect_times(lines: Sequence[Line]) -> Times:
 
 
 def sum_layers(lines: Sequence[Line], layers: Sequence[str]) -> Times:
-    """Return the medians added up over layers, by tensor parallel size and rows.
+    """Return the sums of the median times over layers, by tensor-parallel degree and number of rows.
 
     Raise RecordsError for a case without a layer.
     """
@@ -74,7 +75,7 @@ def sum_layers(lines: Sequence[Line], layers: Sequence[str]) -> Times:
             tp, _, layer = name.partition(" ")
             if not layer:
                 raise RecordsError(
-                    "--layers adds up layers, and the file has none; name a file of tools.linear_versions."
+                    "--layers needs times of layers, and the file has none; name a file of tools.linear_versions."
                 )
             if layer in layers:
                 for version, times in line.versions.items():
@@ -83,7 +84,7 @@ def sum_layers(lines: Sequence[Line], layers: Sequence[str]) -> Times:
 
 
 def format_table(times: Times, base: str) -> Iterator[str]:
-    """Yield the rows of a table of the cases that have the base."""
+    """Yield the lines of a table with a row for each case that has the base version."""
     others = list(dict.fromkeys(version for found in times.values() for version in found if version != base))
     yield f"| case | {base}, µs | {' | '.join(others)} |"
     yield f"|---|--:|{'--:|' * len(others)}"
@@ -96,9 +97,9 @@ def format_table(times: Times, base: str) -> Iterator[str]:
 def main(arguments: Sequence[str]) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--base", default="now", help="the version that others are compared with")
-    parser.add_argument("--layers", default="", help="layers to add up, of a file of tools.linear_versions")
+    parser.add_argument("file", type=Path, help="file that one of these tools wrote with -o")
+    parser.add_argument("--base", default="now", help="version that others are compared with; default: %(default)s")
+    parser.add_argument("--layers", default="", help="layers to sum, for a file of tools.linear_versions")
     args = parser.parse_args(arguments)
     try:
         lines = read_lines(args.file)

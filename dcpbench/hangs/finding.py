@@ -577,8 +577,7 @@ def _find_stalled_collective(evidence: Evidence, groups: Mapping[str, Lines]) ->
         number=one.number,
         waiting_at=one.known_call.at,
         why=[
-            "If they stay there, the collective makes no progress: the network, a peer's memory, or on GPUs a kernel that was launched before "
-            "it is stuck."
+            "If they stay there, the collective makes no progress: the network, a peer's memory, or on GPUs an earlier kernel is stuck."
         ],
     )
 

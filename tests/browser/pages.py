@@ -26,9 +26,9 @@ DECODE = [(subject, "") for subject in ("break-even", "throughput", "itl", "fron
 SERVED = [(subject, mode) for mode in ("live", "replay") for subject in ("throughput", "ttft", "itl")]
 
 
-def page(folder: Path, records: list[Record], *, max_points: int = MAX_POINTS) -> Path:
+def write_page(folder: Path, records: list[Record], *, max_points: int = MAX_POINTS) -> Path:
     """Write the report page of the records, with a grey box for each picture, and return its path."""
-    run = record_builder.write(folder / "run", records)
+    run = record_builder.write_records(folder / "run", records)
     picture = folder / "picture.svg"
     picture.write_text(SVG)
     read = dataframes.load_frames([run])
@@ -41,7 +41,7 @@ def page(folder: Path, records: list[Record], *, max_points: int = MAX_POINTS) -
     return out
 
 
-def page_of(folder: Path, run: Path) -> Path:
+def write_run_page(folder: Path, run: Path) -> Path:
     """Write the report page of a run with the charts of a report and a grey box for each picture, and return its path."""
 
     def box(_: plots.FigureWriter, path: Path, title: str, points: pd.DataFrame, draw: Any) -> None:
@@ -56,10 +56,12 @@ def page_of(folder: Path, run: Path) -> Path:
     return out
 
 
-def decode() -> list[Record]:
+def make_decode_records() -> list[Record]:
     """Return records of two models, two contexts and two concurrencies on tp4 and tp4·dcp4: 16 points."""
     return [
-        record_builder.ok(record_builder.point(layout, model=model, context=context, concurrency=concurrency))
+        record_builder.make_ok_record(
+            record_builder.make_point(layout, model=model, context=context, concurrency=concurrency)
+        )
         for model in ("kimi-k2", "deepseek-v3")
         for context in (4000, 32000)
         for concurrency in (8, 32)
@@ -67,10 +69,10 @@ def decode() -> list[Record]:
     ]
 
 
-def served() -> list[Record]:
+def make_served_records() -> list[Record]:
     """Return served records of tp4 and tp4·dcp4 at two concurrencies, live and replayed: 8 points."""
     return [
-        serve_record_builder.served(serve_record_builder.point(layout, concurrency, {"mode": mode}))
+        serve_record_builder.make_served_record(serve_record_builder.make_point(layout, concurrency, {"mode": mode}))
         for mode in ("live", "replay")
         for concurrency in (8, 32)
         for layout in (serve_record_builder.TP, serve_record_builder.DCP)

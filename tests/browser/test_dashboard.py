@@ -60,7 +60,7 @@ def quick_pages() -> Iterator[None]:
 def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the site of 40 runs of 16 points, of which the first point is 5 % slower from the 26th run on."""
     folder = tmp_path_factory.mktemp("history")
-    site.build(dashboard_builder.history(folder / "runs", count=16), folder / "site")
+    site.build(dashboard_builder.write_history(folder / "runs", count=16), folder / "site")
     return folder / "site" / "index.html"
 
 
@@ -71,9 +71,10 @@ def neighbours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for run in range(40):
         slower = (1.048 if run >= 12 else 1) * (1.05 if run >= 16 else 1)
         found = [
-            dashboard_builder.record(of, run, faster=rng.gauss(1, 0.001) / slower) for of in dashboard_builder.points(8)
+            dashboard_builder.make_record(of, run, faster=rng.gauss(1, 0.001) / slower)
+            for of in dashboard_builder.list_points(8)
         ]
-        record_builder.write(folder / "runs" / f"run-{run:03d}", found)
+        record_builder.write_records(folder / "runs" / f"run-{run:03d}", found)
     site.build(folder / "runs", folder / "site")
     return folder / "site" / "index.html"
 
@@ -146,7 +147,7 @@ class TestOpening:
     ) -> None:
         """Open a report from disk; the fixture `visit` checks that no content security policy is violated."""
         monkeypatch.setattr(pages, "_write_page", REAL_REPORT)
-        site.build(dashboard_builder.history(tmp_path / "runs", runs=2, count=4), tmp_path / "site")
+        site.build(dashboard_builder.write_history(tmp_path / "runs", runs=2, count=4), tmp_path / "site")
         found = [
             path for path in (tmp_path / "site").rglob("*") if path.is_file() and b"Plotly, Inc." in path.read_bytes()
         ]
@@ -200,7 +201,7 @@ class TestLatestChanges:
             "A, B −10 % … −20 %": [[0, 3, 0.8, 0.9, *down], [1, 3, 0.8, 0.9, *down]],
             "A −10 % … −20 % · B −10 % … −30 %": [[0, 3, 0.8, 0.9, *down], [1, 3, 0.7, 0.9, *down]],
         }
-        site.build(dashboard_builder.history(tmp_path / "runs", runs=2, count=1), tmp_path / "site")
+        site.build(dashboard_builder.write_history(tmp_path / "runs", runs=2, count=1), tmp_path / "site")
         (path,) = (tmp_path / "site" / "data").glob("index-*.js")
         start, _, text = path.read_text().partition(",")
         index = json.loads(text.removesuffix(");\n"))
@@ -216,7 +217,7 @@ class TestLatestChanges:
         assert lines == [f"3 points of kimi-k2 · tp4 worse: {expected}" for expected in cases]
 
     def test_page_without_changes_explains_how_many_runs_a_change_needs(self, visit: Visit, tmp_path: Path) -> None:
-        site.build(dashboard_builder.history(tmp_path / "runs", runs=3, count=2), tmp_path / "site")
+        site.build(dashboard_builder.write_history(tmp_path / "runs", runs=3, count=2), tmp_path / "site")
         text = open_page(visit, tmp_path / "site" / "index.html").locator("#latest").inner_text()
         assert "No change is marked" in text
         assert "after 12 runs" in text
@@ -240,13 +241,13 @@ class TestSharedSettings:
     def test_settings_of_most_rows_appear_once_and_other_rows_name_theirs(self, visit: Visit, tmp_path: Path) -> None:
         """Use eight decode points with one variable: one has another page size too, and one lacks the variable."""
         found = []
-        for i, of in enumerate(dashboard_builder.points(8)):
+        for i, of in enumerate(dashboard_builder.list_points(8)):
             settings = {"NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Ring"} if i != 5 else {"NCCL_ALGO": "Ring"}
-            where = dashboard_builder.environment(0, settings=settings)
+            where = dashboard_builder.make_environment(0, settings=settings)
             usual = place_experts(MOE_TP, of.tp)
             point = msgspec.structs.replace(of, page_size=32 if i == 2 else of.page_size, ep=usual)
-            found.append(msgspec.structs.replace(dashboard_builder.record(of, 0, environment=where), point=point))
-        record_builder.write(tmp_path / "runs" / "a", found)
+            found.append(msgspec.structs.replace(dashboard_builder.make_record(of, 0, environment=where), point=point))
+        record_builder.write_records(tmp_path / "runs" / "a", found)
         site.build(tmp_path / "runs", tmp_path / "site")
         page = open_page(visit, tmp_path / "site" / "index.html")
         shared = page.locator("#shared").inner_text().splitlines()
@@ -258,11 +259,11 @@ class TestSharedSettings:
     def test_rows_with_another_precision_or_kernel_name_only_their_own(self, visit: Visit, tmp_path: Path) -> None:
         """Use eight decode points, one of them with fp8 weights and one with another kernel."""
         found = []
-        for i, of in enumerate(dashboard_builder.points(8)):
+        for i, of in enumerate(dashboard_builder.list_points(8)):
             fp8 = {"weights_dtype": "fp8"} if i == 0 else {}
             point = msgspec.structs.replace(of, dtype="bf16", backend="triton" if i == 1 else "flashinfer", **fp8)
-            found.append(msgspec.structs.replace(dashboard_builder.record(of, 0), point=point))
-        record_builder.write(tmp_path / "runs" / "a", found)
+            found.append(msgspec.structs.replace(dashboard_builder.make_record(of, 0), point=point))
+        record_builder.write_records(tmp_path / "runs" / "a", found)
         site.build(tmp_path / "runs", tmp_path / "site")
         page = open_page(visit, tmp_path / "site" / "index.html")
         shared = page.locator("#shared").inner_text().splitlines()
@@ -274,11 +275,14 @@ class TestSharedSettings:
 
     def test_row_without_slo_among_rows_with_slo_shows_no_slo_once(self, visit: Visit, tmp_path: Path) -> None:
         """Use four served points, three of which have two objectives."""
-        found = [serve_record_builder.served(serve_record_builder.point(concurrency=n)) for n in (2, 4, 8, 16)]
+        found = [
+            serve_record_builder.make_served_record(serve_record_builder.make_point(concurrency=n))
+            for n in (2, 4, 8, 16)
+        ]
         assert found[0].serve
         assert len(found[0].serve.slo_ms) > 1
         found[0] = msgspec.structs.replace(found[0], serve=msgspec.structs.replace(found[0].serve, slo_ms={}))
-        record_builder.write(tmp_path / "runs" / "a", found)
+        record_builder.write_records(tmp_path / "runs" / "a", found)
         site.build(tmp_path / "runs", tmp_path / "site")
         page = open_page(visit, tmp_path / "site" / "index.html")
         settings_cells = page.locator("#table tbody td:last-child").all_inner_texts()
@@ -287,11 +291,13 @@ class TestSharedSettings:
 
     def test_tables_with_long_names_fit_the_page_width(self, visit: Visit, tmp_path: Path) -> None:
         """Use long names of a run, a GPU and a workload, because text cut off at the right edge cannot be read."""
-        where = dashboard_builder.environment(0, device="NVIDIA H100 80GB HBM3")
-        served = serve_record_builder.served(serve_record_builder.point(model="deepseek-v2-lite"), environment=where)
-        plain = [dashboard_builder.record(of, 0, environment=where) for of in dashboard_builder.points(8)]
+        where = dashboard_builder.make_environment(0, device="NVIDIA H100 80GB HBM3")
+        served = serve_record_builder.make_served_record(
+            serve_record_builder.make_point(model="deepseek-v2-lite"), environment=where
+        )
+        plain = [dashboard_builder.make_record(of, 0, environment=where) for of in dashboard_builder.list_points(8)]
         name = "replay-against-live_H100_2026-11-25/live-deepseek-v2-lite-closed"
-        record_builder.write(tmp_path / "runs" / name, [served, *plain])
+        record_builder.write_records(tmp_path / "runs" / name, [served, *plain])
         site.build(tmp_path / "runs", tmp_path / "site")
         page = open_page(visit, tmp_path / "site" / "index.html")
         for box in page.locator("main .scroll").all():
@@ -299,10 +305,10 @@ class TestSharedSettings:
 
     def test_values_missing_from_a_record_are_shown_as_dashes(self, visit: Visit, tmp_path: Path) -> None:
         """Use an imported record without a context and a date; neither may appear as 0."""
-        of = record_builder.point()
-        found = dashboard_builder.record(of, 0)
+        of = record_builder.make_point()
+        found = dashboard_builder.make_record(of, 0)
         found = msgspec.structs.replace(found, point=msgspec.structs.replace(of, context=0), started_at="")
-        record_builder.write(tmp_path / "runs" / "a", [found])
+        record_builder.write_records(tmp_path / "runs" / "a", [found])
         site.build(tmp_path / "runs", tmp_path / "site")
         page = open_page(visit, tmp_path / "site" / "index.html")
         cells = page.locator("#table tbody tr").first.locator("td").all_inner_texts()
@@ -453,11 +459,13 @@ class TestHistory:
         assert page.locator("body").inner_text() == "run-039"
 
     def test_other_hardware_is_a_separate_line_that_can_be_added(self, visit: Visit, tmp_path: Path) -> None:
-        of = record_builder.point(Layout(4))
+        of = record_builder.make_point(Layout(4))
         for run in range(4):
             device = "NVIDIA H200" if run < 2 else "NVIDIA B200"
-            where = dashboard_builder.environment(run, device=device)
-            record_builder.write(tmp_path / "runs" / f"{run}", [dashboard_builder.record(of, run, environment=where)])
+            where = dashboard_builder.make_environment(run, device=device)
+            record_builder.write_records(
+                tmp_path / "runs" / f"{run}", [dashboard_builder.make_record(of, run, environment=where)]
+            )
         site.build(tmp_path / "runs", tmp_path / "site")
         page = open_page(visit, tmp_path / "site" / "index.html")
         assert count_rows(page) == 2
@@ -470,8 +478,10 @@ class TestHistory:
         assert page.evaluate(traces) == [2, 2]
 
     def test_functional_cpu_runs_appear_only_on_request_and_are_watermarked(self, visit: Visit, tmp_path: Path) -> None:
-        record_builder.write(tmp_path / "runs" / "cpu", record_builder.cpu_sweep())
-        record_builder.write(tmp_path / "runs" / "gpu", [dashboard_builder.record(record_builder.point(), 0)])
+        record_builder.write_records(tmp_path / "runs" / "cpu", record_builder.make_cpu_sweep())
+        record_builder.write_records(
+            tmp_path / "runs" / "gpu", [dashboard_builder.make_record(record_builder.make_point(), 0)]
+        )
         site.build(tmp_path / "runs", tmp_path / "site")
         page = open_page(visit, tmp_path / "site" / "index.html")
         assert count_rows(page) == 1
@@ -484,11 +494,11 @@ class TestHistory:
 
 
 def test_hostile_records_inject_nothing(visit: Visit, tmp_path: Path) -> None:
-    of = record_builder.point(model=HOSTILE, backend=HOSTILE)
-    where = dashboard_builder.environment(0, device=HOSTILE, driver=HOSTILE, git_commit=HOSTILE)
-    record = dashboard_builder.record(of, 0, environment=where, warnings=[HOSTILE, "__proto__"])
-    failed = record_builder.failed(record_builder.point(model="__proto__"), reason=HOSTILE)
-    record_builder.write(tmp_path / "runs" / "<img src=x>", [record, failed])
+    of = record_builder.make_point(model=HOSTILE, backend=HOSTILE)
+    where = dashboard_builder.make_environment(0, device=HOSTILE, driver=HOSTILE, git_commit=HOSTILE)
+    record = dashboard_builder.make_record(of, 0, environment=where, warnings=[HOSTILE, "__proto__"])
+    failed = record_builder.make_failed_record(record_builder.make_point(model="__proto__"), reason=HOSTILE)
+    record_builder.write_records(tmp_path / "runs" / "<img src=x>", [record, failed])
     (tmp_path / "runs" / "bad <b>").mkdir()
     (tmp_path / "runs" / "bad <b>" / "records.jsonl").write_text(HOSTILE + "\n\n")
     site.build(tmp_path / "runs", tmp_path / "site")
@@ -506,7 +516,9 @@ def test_hostile_records_inject_nothing(visit: Visit, tmp_path: Path) -> None:
 @pytest.fixture
 def dashboard_server(tmp_path: Path) -> Iterator[tuple[watching.Watcher, str]]:
     """Serve a site of two runs, and yield its watcher and address."""
-    watcher = watching.Watcher(dashboard_builder.history(tmp_path / "runs", runs=2, count=8), tmp_path / "site", print)
+    watcher = watching.Watcher(
+        dashboard_builder.write_history(tmp_path / "runs", runs=2, count=8), tmp_path / "site", print
+    )
     watcher.refresh()
     with dashboard._bind_port(0) as bound:
         config = uvicorn.Config(web_server.make_app(watcher), log_level="critical", lifespan="off")
@@ -528,8 +540,10 @@ def test_served_page_follows_new_records_and_keeps_the_selection(
     page.locator("#table tbody input").first.check()
     page.wait_for_selector(DRAWN)
     page.locator("#filters [name=q]").fill("kimi")
-    more = dashboard_builder.record(record_builder.point(Layout(4, 1, 4), context=64000), 2)
-    record_builder.write(watcher.root / "run-002", [more, dashboard_builder.record(dashboard_builder.points(3)[2], 2)])
+    more = dashboard_builder.make_record(record_builder.make_point(Layout(4, 1, 4), context=64000), 2)
+    record_builder.write_records(
+        watcher.root / "run-002", [more, dashboard_builder.make_record(dashboard_builder.list_points(3)[2], 2)]
+    )
     watcher.refresh()
     wait_until(page, "document.querySelector('#summary').textContent.startsWith('3 runs')")
     assert count_rows(page) == 3

@@ -26,7 +26,7 @@ COUNT = """() => Object.fromEntries([...document.querySelectorAll("#charts figur
 MAX_POLLS = 400  # of a page that is still drawing
 
 
-def rgb(hexadecimal: str) -> str:
+def parse_rgb(hexadecimal: str) -> str:
     """Return the colour in the notation of a browser's computed style."""
     return f"rgb({', '.join(str(int(hexadecimal[i : i + 2], 16)) for i in (1, 3, 5))})"
 
@@ -47,7 +47,7 @@ def test_each_record_value_has_a_mark_in_the_colour_of_its_layout(scheme: str, t
     assert len(picked) == EXPECTED_LINES
     expected = {
         metric.shown_name: collections.Counter(
-            rgb(get_colours(Degrees(line.example.tp, line.example.dp, line.example.dcp))[scheme == "dark"])
+            parse_rgb(get_colours(Degrees(line.example.tp, line.example.dp, line.example.dcp))[scheme == "dark"])
             for line in picked
             for entry in entries[line]
             if metric.shown_name in entry.values

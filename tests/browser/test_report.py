@@ -26,12 +26,12 @@ ROWS = "#every-point tbody tr"
 
 @pytest.fixture(scope="module")
 def decode(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pages.page(tmp_path_factory.mktemp("decode"), pages.decode())
+    return pages.write_page(tmp_path_factory.mktemp("decode"), pages.make_decode_records())
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pages.page(tmp_path_factory.mktemp("served"), pages.served())
+    return pages.write_page(tmp_path_factory.mktemp("served"), pages.make_served_records())
 
 
 def draw_panels(page: Page, chart: str) -> Locator:
@@ -55,7 +55,7 @@ def hover(page: Page, chart: Locator, nth: int = 0) -> str:
     return "\n".join(page.locator(".tip > *").all_inner_texts())
 
 
-def column(page: Page, header: str) -> list[str]:
+def get_column(page: Page, header: str) -> list[str]:
     """Return the first value of each cell in a column of the table of points."""
     heads = [text.strip() for text in page.locator("#every-point th").all_text_contents()]
     cells = page.locator(f"{ROWS} td:nth-child({heads.index(header) + 1})").all_text_contents()
@@ -74,7 +74,7 @@ def test_every_chart_has_a_panel_for_each_model_and_context(decode: Path, visit:
 
 def test_tooltip_of_a_mark_shows_the_values_of_its_record(decode: Path, visit: Visit) -> None:
     """Point at the first mark: model deepseek-v3, context 4,000, layout tp4, concurrency 8."""
-    record = record_builder.ok(record_builder.point(Layout(4), model="deepseek-v3", concurrency=8))
+    record = record_builder.make_ok_record(record_builder.make_point(Layout(4), model="deepseek-v3", concurrency=8))
     assert record.metrics
     rate, step = record.metrics.output_tok_s, record.metrics.step_ms
     page = visit(decode)
@@ -88,11 +88,11 @@ def test_tooltip_of_a_mark_shows_the_values_of_its_record(decode: Path, visit: V
 def test_warnings_common_to_all_points_are_not_repeated_for_each(tmp_path: Path, visit: Visit) -> None:
     """Use two throttled points, one of them noisy: table and tooltip show only the warning that differs."""
     records = [
-        record_builder.ok(record_builder.point(layout), warnings=["throttled", *more], phases=None)
+        record_builder.make_ok_record(record_builder.make_point(layout), warnings=["throttled", *more], phases=None)
         for layout, more in ((Layout(4), []), (Layout(4, 1, 4), ["noisy"]))
     ]
-    page = visit(pages.page(tmp_path, records))
-    assert column(page, "warnings") == ["–", "noisy"]
+    page = visit(pages.write_page(tmp_path, records))
+    assert get_column(page, "warnings") == ["–", "noisy"]
     panel = draw_panels(page, "throughput").first
     plain, noisy = (hover(page, panel, nth) for nth in (0, 1))
     assert "warnings" not in plain
@@ -102,7 +102,7 @@ def test_warnings_common_to_all_points_are_not_repeated_for_each(tmp_path: Path,
 def test_break_even_chart_shows_output_relative_to_layout_without_dcp(decode: Path, visit: Visit) -> None:
     """Compare tp4·dcp4 with tp4 for deepseek-v3 at context 4,000 and concurrency 8."""
     alone, split = (
-        record_builder.ok(record_builder.point(layout, model="deepseek-v3", concurrency=8)).metrics
+        record_builder.make_ok_record(record_builder.make_point(layout, model="deepseek-v3", concurrency=8)).metrics
         for layout in (Layout(4), Layout(4, 1, 4))
     )
     assert alone
@@ -122,8 +122,10 @@ def test_phase_bars_contain_their_floors_and_tooltips_name_them(tmp_path: Path, 
     trace of thin bars.
     """
     floor = Floor(floor_ms=60, phase_floor_us={"attention": 20_400, "moe": 24_800}, experts="routed")
-    record = record_builder.ok(record_builder.point(Layout(4)), median_ms=100, noise=0, steps=30, floor=floor)
-    page = visit(pages.page(tmp_path, [record]))
+    record = record_builder.make_ok_record(
+        record_builder.make_point(Layout(4)), median_ms=100, noise=0, steps=30, floor=floor
+    )
+    page = visit(pages.write_page(tmp_path, [record]))
     chart = draw_panels(page, "phases").first
     traces = chart.locator(".barlayer .trace")
     with_floors = traces.count()
@@ -142,7 +144,7 @@ def test_filter_applies_to_all_charts_and_the_table_and_is_kept_in_the_address(d
     page.get_by_label("kimi-k2", exact=True).uncheck()
     page.locator(f"{ROWS} >> nth=8").wait_for(state="detached")
     assert page.locator(ROWS).count() == 8
-    assert set(column(page, "model")) == {"deepseek-v3"}
+    assert set(get_column(page, "model")) == {"deepseek-v3"}
     assert count_lines(page, "throughput") == 4
     for chart in ("throughput", "itl", "frontier", "phases", "kv"):
         assert page.locator(f"#chart-{chart} .panel").count() == 2, chart
@@ -156,8 +158,8 @@ def test_filter_applies_to_all_charts_and_the_table_and_is_kept_in_the_address(d
 def test_filters_of_different_kinds_are_combined_with_and(decode: Path, visit: Visit) -> None:
     """Hide kimi-k2, context 4,000 and tp4, which leaves two points: concurrency 8 and 32."""
     page = visit(decode, f"#hide.model=kimi-k2&hide.context=4000&hide.layout={quote('tp4')}")
-    assert column(page, "layout") == ["tp4·dcp4", "tp4·dcp4"]
-    assert column(page, "concurrency") == ["8", "32"]
+    assert get_column(page, "layout") == ["tp4·dcp4", "tp4·dcp4"]
+    assert get_column(page, "concurrency") == ["8", "32"]
 
 
 def test_series_can_be_switched_off_and_on_by_keyboard(decode: Path, visit: Visit) -> None:
@@ -192,7 +194,7 @@ def test_headers_sort_the_table(key: str, decode: Path, visit: Visit) -> None:
     for sign, order in ((1, "ascending"), (-1, "descending")):
         button.focus()
         page.keyboard.press(key) if key else button.click()
-        values = [sign * float(text.replace(",", "")) for text in column(page, "step time (ms)")]
+        values = [sign * float(text.replace(",", "")) for text in get_column(page, "step time (ms)")]
         assert values == sorted(values)
         assert header.get_attribute("aria-sort") == order
     assert page.evaluate("location.hash") == "#sort=-step_ms"
@@ -211,7 +213,7 @@ def test_copy_button_copies_the_command_of_a_point(clipboard: bool, decode: Path
     page.evaluate("document.body.append(Object.assign(document.createElement('textarea'), {id: 'paste'}))")
     page.locator("#paste").focus()
     page.keyboard.press("Control+V")
-    point = record_builder.point(Layout(4), model="deepseek-v3", context=4000, concurrency=8)
+    point = record_builder.make_point(Layout(4), model="deepseek-v3", context=4000, concurrency=8)
     assert page.locator("#paste").input_value() == build_command(point, {})
 
 
@@ -237,7 +239,7 @@ def test_address_restores_filters_series_axes_and_sorting(decode: Path, visit: V
         "step_ms",
         "concurrency",
     ]
-    values = [float(text.replace(",", "")) for text in column(page, "output (tok/s)")]
+    values = [float(text.replace(",", "")) for text in get_column(page, "output (tok/s)")]
     assert len(values) == 8
     assert values == sorted(values, reverse=True)
 
@@ -260,11 +262,11 @@ def test_live_and_replayed_points_never_share_a_chart_or_series(served: Path, vi
     page.locator("#filters summary").click()
     page.get_by_label("replay", exact=True).uncheck()
     page.get_by_text("No point that passes the filters").first.wait_for()
-    assert set(column(page, "live or replay")) == {"live"}
+    assert set(get_column(page, "live or replay")) == {"live"}
 
 
 def test_cpu_run_is_marked_as_functional_on_every_chart(tmp_path: Path, visit: Visit) -> None:
-    page = visit(pages.page(tmp_path, record_builder.cpu_sweep()))
+    page = visit(pages.write_page(tmp_path, record_builder.make_cpu_sweep()))
     assert page.locator("header .mark").inner_text().startswith("CPU: functional run")
     behind, below = (
         ".layer-below .shapelayer",

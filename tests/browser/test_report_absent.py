@@ -32,12 +32,14 @@ MARKS = """() => {
 }"""
 
 
-def vllm(concurrency: int, kept: Sequence[str], *, percentiles: bool) -> dict[str, Any]:
+def make_vllm_result(concurrency: int, kept: Sequence[str], *, percentiles: bool) -> dict[str, Any]:
     """Return the result file of `vllm bench serve --percentile-metrics KEPT` without details: eight requests, all
     finished.
     """
-    plain = files.without_details(
-        files.vllm(max_concurrency=concurrency, num_prompts=8, completed=8, mean_e2el_ms=550.0, median_e2el_ms=550.0)
+    plain = files.remove_details(
+        files.make_vllm_result(
+            max_concurrency=concurrency, num_prompts=8, completed=8, mean_e2el_ms=550.0, median_e2el_ms=550.0
+        )
     )
     named = {n: v for n, v in plain.items() if n.endswith("_ms")}
     statistics = ("mean", "median", "p99") if percentiles else ("mean", "median")
@@ -48,9 +50,9 @@ def vllm(concurrency: int, kept: Sequence[str], *, percentiles: bool) -> dict[st
 def import_results(folder: Path, kept: Sequence[str], *, percentiles: bool) -> Path:
     """Import two such results, with 8 and 32 clients of one layout, and return the path of their page."""
     folder.mkdir(parents=True)
-    file = files.file(folder, *(vllm(n, kept, percentiles=percentiles) for n in (8, 32)))
+    file = files.write_file(folder, *(make_vllm_result(n, kept, percentiles=percentiles) for n in (8, 32)))
     import_files([file], "vllm", folder / "run", Overrides(tp=8))
-    return pages.page_of(folder, folder / "run")
+    return pages.write_run_page(folder, folder / "run")
 
 
 def wait_for_charts(page: Page) -> None:
@@ -59,7 +61,7 @@ def wait_for_charts(page: Page) -> None:
     assert page.locator(".chart:not(:has(.main-svg))").count() == 0
 
 
-def expected(kept: Sequence[str], *, percentiles: bool) -> tuple[dict[str, int], list[str], list[str]]:
+def list_expected(kept: Sequence[str], *, percentiles: bool) -> tuple[dict[str, int], list[str], list[str]]:
     """Return the marks of each chart, the names offered as axes, and the messages about missing charts. Two results
     give two marks of a median, and two more of p99. Speed for one user is 1000 / the median of TPOT.
     """
@@ -91,7 +93,7 @@ def test_charts_are_drawn_for_every_subset_of_metrics_in_a_result(tmp_path: Path
         wait_for_charts(page)
         picks = page.locator("#pick-y option").all_text_contents()
         paragraphs = page.locator("section > p").all_text_contents()
-        wanted[name] = expected(kept, percentiles=percentiles)
+        wanted[name] = list_expected(kept, percentiles=percentiles)
         sentences = [s.split(":")[0] for s in paragraphs if "is not drawn" in s]
         found[name] = (page.evaluate(MARKS), [p for p in picks if p[:4] in ("TTFT", "TPOT", "E2EL", "ITL ")], sentences)
     assert found == wanted
@@ -109,7 +111,7 @@ class TestBrokenCharts:
             monkeypatch.setattr(
                 render, "read_own_asset", lambda name: read_asset(name) + (more if name == "charts.js" else "")
             )
-            return pages.page(tmp_path, pages.served())
+            return pages.write_page(tmp_path, pages.make_served_records())
 
         return make
 

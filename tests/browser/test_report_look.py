@@ -60,8 +60,12 @@ CONTRAST = """() => {
 @pytest.fixture(scope="module")
 def combined_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build one report with decode points, served points and a rejected point."""
-    records = [*pages.decode()[:8], *pages.served(), record_builder.rejected(record_builder.point(Layout(2)))]
-    return pages.page(tmp_path_factory.mktemp("both"), records)
+    records = [
+        *pages.make_decode_records()[:8],
+        *pages.make_served_records(),
+        record_builder.make_rejected_record(record_builder.make_point(Layout(2))),
+    ]
+    return pages.write_page(tmp_path_factory.mktemp("both"), records)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -101,10 +105,12 @@ def test_no_break_space_joins_a_number_and_its_unit() -> None:
 def test_series_of_one_layout_at_the_same_load_are_drawn_side_by_side(visit: Visit, tmp_path: Path) -> None:
     """Draw two exchanges at 8 and 32 requests: both marks and intervals are visible, on either side of the load."""
     points = [
-        record_builder.point(Layout(4, 1, 4), concurrency=n, exchange=x) for n in (8, 32) for x in ("ag_rs", "symm")
+        record_builder.make_point(Layout(4, 1, 4), concurrency=n, exchange=x)
+        for n in (8, 32)
+        for x in ("ag_rs", "symm")
     ]
-    plain = [record_builder.point(Layout(4), concurrency=n) for n in (8, 32)]
-    page = visit(pages.page(tmp_path, [*map(record_builder.ok, (*points, *plain))]))
+    plain = [record_builder.make_point(Layout(4), concurrency=n) for n in (8, 32)]
+    page = visit(pages.write_page(tmp_path, [*map(record_builder.make_ok_record, (*points, *plain))]))
     chart = draw_panels(page, "throughput").first
     at = chart.evaluate("(one) => one.data.map((trace) => trace.x)")
     assert sorted(at)[1] == [8, 32], "the mark of tp4 is at its load"
@@ -121,9 +127,9 @@ def test_legend_that_fills_a_phone_screen_follows_its_chart(visit: Visit, tmp_pa
     for share in (0.85, 0.9, 0.95):
         for seqs in (128, 256):
             server = {"gpu_memory_utilization": share, "max_num_batched_tokens": 4096 + seqs, "max_num_seqs": seqs}
-            engine_files_builder.sweep(tmp_path / "sweep", server, {"max_concurrency": 8}, runs=1)
+            engine_files_builder.write_sweep(tmp_path / "sweep", server, {"max_concurrency": 8}, runs=1)
     import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(tp=8), force=False)
-    path = pages.page_of(tmp_path, tmp_path / "run")
+    path = pages.write_run_page(tmp_path, tmp_path / "run")
     for width, after in ((400, True), (1400, False)):
         page = visit(path, viewport={"width": width, "height": 800})
         chart = draw_panels(page, "throughput-serve-live").first.bounding_box()
@@ -136,9 +142,14 @@ def test_legend_that_fills_a_phone_screen_follows_its_chart(visit: Visit, tmp_pa
 
 
 def test_points_without_kv_capacity_are_named_below_all_marks(visit: Visit, tmp_path: Path) -> None:
-    points = [record_builder.point(layout, concurrency=8) for layout in (Layout(4), Layout(4, 1, 4))]
-    lost = [record_builder.rejected(record_builder.point(x, concurrency=32)) for x in (Layout(4), Layout(4, 1, 2))]
-    path = pages.page_of(tmp_path, record_builder.write(tmp_path / "run", [*map(record_builder.ok, points), *lost]))
+    points = [record_builder.make_point(layout, concurrency=8) for layout in (Layout(4), Layout(4, 1, 4))]
+    lost = [
+        record_builder.make_rejected_record(record_builder.make_point(x, concurrency=32))
+        for x in (Layout(4), Layout(4, 1, 2))
+    ]
+    path = pages.write_run_page(
+        tmp_path, record_builder.write_records(tmp_path / "run", [*map(record_builder.make_ok_record, points), *lost])
+    )
     chart = draw_panels(visit(path), "overview").first
     labels = [text.bounding_box() for text in chart.locator(".annotation-text-g").all()]
     marks = [mark.bounding_box() for mark in chart.locator(".point").all()]
@@ -196,7 +207,7 @@ def test_chart_with_many_marks_is_drawn_only_when_scrolled_into_view(
     monkeypatch.setattr(
         render, "read_own_asset", lambda name: read_asset(name).replace("MAX_IDLE = 1000", "MAX_IDLE = 3")
     )
-    page = visit(pages.page(tmp_path, pages.decode()))
+    page = visit(pages.write_page(tmp_path, pages.make_decode_records()))
     page.wait_for_selector("html[data-drawn]")
     explore = page.locator("#chart-explore .chart")
     placeholder = "getComputedStyle(document.querySelector('#chart-explore .chart'), '::before').content"
@@ -226,8 +237,11 @@ def test_printed_page_has_all_charts_drawn_and_all_details_open(combined_report:
 
 def test_page_without_scripts_shows_pictures_and_tables(tmp_path: Path, visit: Visit) -> None:
     """Check also that controls that need scripts are hidden."""
-    records = [record_builder.ok(record_builder.point(layout), steps=80) for layout in (Layout(4), Layout(4, 1, 4))]
-    report, *_ = write_report([record_builder.write(tmp_path / "run", records)], tmp_path / "report")
+    records = [
+        record_builder.make_ok_record(record_builder.make_point(layout), steps=80)
+        for layout in (Layout(4), Layout(4, 1, 4))
+    ]
+    report, *_ = write_report([record_builder.write_records(tmp_path / "run", records)], tmp_path / "report")
     page = visit(report, java_script_enabled=False)
     pictures = page.locator("figure img")
     assert pictures.count() == len(list((tmp_path / "report" / "figures").glob("*.svg")))
@@ -248,16 +262,16 @@ def test_markup_in_record_names_is_shown_as_text(tmp_path: Path, visit: Visit) -
     for name in HOSTILE:
         environment = msgspec.structs.replace(record_builder.GPU, device=name, command=name)
         fields = {"model": name, "backend": name, "exchange": name, "dtype": name}
-        point = record_builder.point(Layout(4, 1, 4), **fields)
+        point = record_builder.make_point(Layout(4, 1, 4), **fields)
         records += [
-            record_builder.ok(point, steps=30, environment=environment, warnings=[name]),
+            record_builder.make_ok_record(point, steps=30, environment=environment, warnings=[name]),
             msgspec.structs.replace(
-                serve_record_builder.served(serve_record_builder.point()),
-                point=serve_record_builder.point(**fields),
+                serve_record_builder.make_served_record(serve_record_builder.make_point()),
+                point=serve_record_builder.make_point(**fields),
                 environment=environment,
             ),
         ]
-    page = visit(pages.page(tmp_path, records))
+    page = visit(pages.write_page(tmp_path, records))
     panels = draw_panels(page, "throughput")
     assert {hover(page, panel).split("\n")[2].split(", context")[0] for panel in panels.all()} == set(HOSTILE)
     for chart in ("kv", "phases", "throughput-serve-live"):
@@ -270,7 +284,7 @@ def test_markup_in_record_names_is_shown_as_text(tmp_path: Path, visit: Visit) -
 
 
 def test_page_with_too_many_points_names_how_many_it_shows(tmp_path: Path, visit: Visit) -> None:
-    page = visit(pages.page(tmp_path, pages.decode(), max_points=5))
+    page = visit(pages.write_page(tmp_path, pages.make_decode_records(), max_points=5))
     assert page.locator(ROWS).count() == 5
     note = page.locator("#explore .mark").inner_text()
     assert note.startswith("Charts and the table of points show the first 5 of 16 points; points.csv")
@@ -278,15 +292,18 @@ def test_page_with_too_many_points_names_how_many_it_shows(tmp_path: Path, visit
 
 def test_long_table_shows_100_rows_and_the_rest_on_request(tmp_path: Path, visit: Visit) -> None:
     """Use 120 points."""
-    records = [record_builder.ok(record_builder.point(concurrency=n), steps=20, phases=None) for n in range(1, 121)]
-    page = visit(pages.page(tmp_path, records))
+    records = [
+        record_builder.make_ok_record(record_builder.make_point(concurrency=n), steps=20, phases=None)
+        for n in range(1, 121)
+    ]
+    page = visit(pages.write_page(tmp_path, records))
     assert page.locator(ROWS).count() == 100
     page.get_by_role("button", name="Show 20 more").click()
     assert page.locator(ROWS).count() == 120
 
 
 def test_run_without_finished_points_has_a_page_with_the_refusal(tmp_path: Path, visit: Visit) -> None:
-    page = visit(pages.page(tmp_path, [record_builder.rejected(record_builder.point())]))
+    page = visit(pages.write_page(tmp_path, [record_builder.make_rejected_record(record_builder.make_point())]))
     assert page.get_by_text("try --dcp 4").first.is_visible()
     assert not page.locator("#filters").is_visible()
     assert page.locator("#explore").count() == 0
@@ -295,11 +312,11 @@ def test_run_without_finished_points_has_a_page_with_the_refusal(tmp_path: Path,
 def test_layouts_drawn_side_by_side_stay_inside_the_frame(tmp_path: Path, visit: Visit) -> None:
     """Five numbers of instances of tp4 have one colour, at two loads."""
     points = [
-        serve_record_builder.point(TP, concurrency, {"mode": "replay"}, disaggregate=instances)
+        serve_record_builder.make_point(TP, concurrency, {"mode": "replay"}, disaggregate=instances)
         for concurrency in (4, 8)
         for instances in ("", "2", "3", "4", "5")
     ]
-    page = visit(pages.page(tmp_path, [serve_record_builder.served(point) for point in points]))
+    page = visit(pages.write_page(tmp_path, [serve_record_builder.make_served_record(point) for point in points]))
     chart = draw_panels(page, "throughput-serve-replay").first
     xs = chart.evaluate("(one) => one.data.flatMap((trace) => [...trace.x])")
     low, high = chart.evaluate("(one) => one._fullLayout.xaxis.range")

@@ -58,7 +58,7 @@ def load_report(line: str, folder: str) -> dataframes.Frames:
 
 
 def load_cpu_run(tmp_path: Path) -> dataframes.Frames:
-    return dataframes.load_frames([record_builder.write(tmp_path / "run", record_builder.cpu_sweep())])
+    return dataframes.load_frames([record_builder.write_records(tmp_path / "run", record_builder.make_cpu_sweep())])
 
 
 def load_vllm_results(tmp_path: Path) -> dataframes.Frames:
@@ -71,9 +71,12 @@ def load_vllm_results(tmp_path: Path) -> dataframes.Frames:
 def load_sglang_results(tmp_path: Path) -> dataframes.Frames:
     """Load results of two data sets that are appended to one file."""
     chat = {"dataset_name": "sharegpt", "total_input_tokens": 67_500, "total_output_tokens": 57_300}
-    lines = [*map(engine_files_builder.sglang_of_2024, (1, 2, 4)), engine_files_builder.sglang_of_2024(4, **chat)]
+    lines = [
+        *map(engine_files_builder.make_sglang_2024_result, (1, 2, 4)),
+        engine_files_builder.make_sglang_2024_result(4, **chat),
+    ]
     import_files(
-        [engine_files_builder.file(tmp_path, *lines)], "sglang", tmp_path / "run", Overrides(model="llama", tp=2)
+        [engine_files_builder.write_file(tmp_path, *lines)], "sglang", tmp_path / "run", Overrides(model="llama", tp=2)
     )
     return dataframes.load_frames([tmp_path / "run"])
 
@@ -82,7 +85,7 @@ def load_vllm_sweep(tmp_path: Path) -> dataframes.Frames:
     """Load a sweep of four servers at two rates with three runs each."""
     for share, seqs, rate in itertools.product((0.9, 0.95), (128, 256), (8, 16)):
         server = {"gpu_memory_utilization": share, "max_num_seqs": seqs}
-        engine_files_builder.sweep(tmp_path / "sweep", server, {"request_rate": rate}, runs=3)
+        engine_files_builder.write_sweep(tmp_path / "sweep", server, {"request_rate": rate}, runs=3)
     import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(tp=8))
     return dataframes.load_frames([tmp_path / "run"])
 
@@ -99,7 +102,7 @@ PAGES: dict[str, Callable[[Path], dataframes.Frames]] = {
 """Functions that load the frames of a page, by folder and report name, because several folders have a report named `report`."""
 
 
-def page_of(read: dataframes.Frames, folder: Path) -> tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]:
+def write_page(read: dataframes.Frames, folder: Path) -> tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]:
     """Write the page without pictures, and return its path, its charts and its points as rows."""
     content = sections.build_sections(read, plots.draw_all(read, folder / "figures", drawn=False))
     page = folder / "report.html"
@@ -117,7 +120,7 @@ def has(point: dict[str, Any], *names: str) -> bool:
     return all(point.get(name) is not None for name in names)
 
 
-def panels(points: list[dict[str, Any]], *statistics: str) -> list[Panel]:
+def list_panels(points: list[dict[str, Any]], *statistics: str) -> list[Panel]:
     """Return a panel for each group of comparable points, with a mark for each statistic of a point and a line for
     each series.
     """
@@ -129,7 +132,7 @@ def panels(points: list[dict[str, Any]], *statistics: str) -> list[Panel]:
     return [(name, sum(s.values()), len(s)) for name, s in found.items()]
 
 
-def phases(points: list[dict[str, Any]]) -> list[Panel]:
+def list_phases(points: list[dict[str, Any]]) -> list[Panel]:
     """Return panels with a bar for each phase that took time, at up to three loads, and one inside it for its floor."""
     profiled = split_by_engine(points, "phase:idle")
     loads = sorted({p["concurrency"] for p in profiled})
@@ -144,7 +147,7 @@ def phases(points: list[dict[str, Any]]) -> list[Panel]:
     return [(name, shown, 0) for name, shown in found.items()]
 
 
-def capacities(points: list[dict[str, Any]]) -> list[Panel]:
+def list_capacities(points: list[dict[str, Any]]) -> list[Panel]:
     """Return two panels a model and run with a bar for each layout; a capacity bounded by the sweep is left out of the second."""
     found: dict[str, set[str]] = collections.defaultdict(set)
     several = len({p["run"] for p in points}) > 1
@@ -173,23 +176,25 @@ def compute_expected_panels(chart: dict[str, Any], points: list[dict[str, Any]])
     per_user, per_gpu = "tok_s_per_user", "output_tok_s_per_gpu"
     match chart["kind"]:
         case "ttft":
-            found = panels(loaded, "ttft_p50_ms", "ttft_p99_ms")
+            found = list_panels(loaded, "ttft_p50_ms", "ttft_p99_ms")
         case "itl":
-            found = panels(loaded, itl, "itl_p99_ms")
+            found = list_panels(loaded, itl, "itl_p99_ms")
         case "break-even":
-            found = panels(split_by_engine([p for p in loaded if p["arrival"] == "closed"], "dcp_ratio"), "dcp_ratio")
+            found = list_panels(
+                split_by_engine([p for p in loaded if p["arrival"] == "closed"], "dcp_ratio"), "dcp_ratio"
+            )
         case "frontier":
-            found = panels([p for p in own if has(p, per_user)], per_gpu)
+            found = list_panels([p for p in own if has(p, per_user)], per_gpu)
         case "kv":
-            found = capacities(own)
+            found = list_capacities(own)
         case "phases":
-            found = phases(own)
+            found = list_phases(own)
         case "explore":
             found = explore(own)
         case "overview":
-            found = panels(split_by_engine(loaded, "other_ratio"), "other_ratio")
+            found = list_panels(split_by_engine(loaded, "other_ratio"), "other_ratio")
         case "throughput":
-            found = panels(loaded, "output_tok_s")
+            found = list_panels(loaded, "output_tok_s")
         case kind:
             raise AssertionError(kind)
     return found
@@ -208,7 +213,7 @@ def test_every_chart_has_a_mark_for_each_value_of_the_page_data(name: str, tmp_p
     """Expect a mark for each point and percentile in the page's data and a line for each series, and half of the first
     chart on a phone's first screen.
     """
-    path, charts, points = page_of(PAGES[name](tmp_path), tmp_path)
+    path, charts, points = write_page(PAGES[name](tmp_path), tmp_path)
     page = visit(path, viewport=SCREEN)
     page.evaluate(DRAWN)
     first = page.locator(".chart").first.bounding_box()

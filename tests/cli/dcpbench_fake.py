@@ -27,12 +27,12 @@ def write_report(folders: list[Path], out: Path, *, watch: Callable[[str], None]
     return [page, out / "points.csv"]
 
 
-def terminal_table(folders: list[Path]) -> str:
+def render_terminal_table(folders: list[Path]) -> str:
     """Replace reports.render_terminal_table."""
     return f"table of {len(folders)} run"
 
 
-def quick(*job: object, command: Callable[..., list[str]] = torchrun._make_command) -> list[str]:
+def make_quick_command(*job: object, command: Callable[..., list[str]] = torchrun._make_command) -> list[str]:
     """Return the command line of a job without torch."""
     return ["quick_torchrun" if word == "torch.distributed.run" else word for word in command(*job)]
 
@@ -40,10 +40,10 @@ def quick(*job: object, command: Callable[..., list[str]] = torchrun._make_comma
 def install(put: Callable[[object, str, object], None], *, quickly: bool) -> None:
     """Install all replacements with `put`, which has the signature of setattr."""
     put(reports, "write_report", write_report)
-    put(reports, "render_terminal_table", terminal_table)
+    put(reports, "render_terminal_table", render_terminal_table)
     put(point_runner, "WORKER", "fake_worker")
     if quickly:
-        put(torchrun, "_make_command", quick)
+        put(torchrun, "_make_command", make_quick_command)
 
 
 if __name__ == "__main__":

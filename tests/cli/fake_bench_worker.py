@@ -1,8 +1,8 @@
 """Replace dcpbench.bench.bench_worker: finish every case at once, or fail as DCPBENCH_FAKE selects.
 
-`wrong` finds a difference, `dies` ends after the first case, `stillborn` before it, `hangs` writes no more events, `half`
-writes an event in two parts, `failed` cannot run the second case, `lonely` loses rank 1
-after the first and waits for it, `leaves` does so without an error.
+`wrong` finds a difference, `dies` ends after the first case, `stillborn` before it, `hangs` writes no further events, `half`
+writes an event in two parts, and `failed` cannot run the second case. With `lonely` rank 1 fails after the first case and
+rank 0 waits for it; with `leaves` rank 1 exits without an error.
 """
 
 import os
@@ -16,15 +16,15 @@ from dcpbench.bench.bench_record import BenchJob, Event, Limit, Result
 from dcpbench.records.record import Environment
 
 
-def follow(events: Path, how: str) -> None:
-    """Run as a rank other than 0, which exits with rank 0, or after the first case."""
+def follow_rank_0(events: Path, how: str) -> None:
+    """Run a rank other than 0: exit with rank 0, or after the first case."""
     stage = b'"done"' if how in {"lonely", "leaves"} else b'"end"'
     while not (events.exists() and stage in events.read_bytes()):
         time.sleep(0.02)
     if how == "lonely":
-        sys.exit("illegal memory access, as it were")
+        sys.exit("illegal memory access")
     if how == "leaves":
-        sys.stdout.write("nothing more to do, as it were\n")
+        sys.stdout.write("nothing more to do\n")
 
 
 def main(folder: Path) -> None:
@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
     if how == "stillborn":
         sys.exit("cannot import name 'x'")
     if os.environ["RANK"] != "0":
-        follow(folder / "events.jsonl", how)
+        follow_rank_0(folder / "events.jsonl", how)
         return
     with (folder / "events.jsonl").open("ab", buffering=0) as f:
 
@@ -57,7 +57,7 @@ def main(folder: Path) -> None:
                 result = Result(case=case, outcome="failed", reason="CapacityError: lower --tokens")
             write_event(Event(stage="done", index=index, result=result))
             if how == "dies":
-                sys.exit("Segmentation fault, as it were")
+                sys.exit("Segmentation fault")
             while how in {"hangs", "lonely", "leaves"}:
                 time.sleep(1)
         write_event(Event(stage="end"))

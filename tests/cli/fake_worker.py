@@ -1,14 +1,23 @@
 """Replace dcpbench.worker without torch: the context of a point selects the behaviour of its ranks.
 
-Points of `serve` finish three of their requests; 130 tokens wait for an interrupt and record it,
-131 wait for one and continue to wait.
+A point of `serve` finishes three requests. With the context 130 it waits for an interrupt and records it; with 131 it
+continues to wait.
 
-Contexts: 13 rank 1 raises · 44 rank 1 raises the first time only · 45 never ends but shows progress · 46 is measured, and the job hangs
-after its last point · 99 rank 1 kills itself · 66 every rank hangs · 7 exits before its first point ·
-28 the disk is full when rank 0 records it ·
-21 and 22 the engine cannot be built, for want of a tensor or of memory · 700 + n rank 1 ends with exit code n,
-800 + n by signal n, and rank 0 loses its connection · 300 is measured, and the job stops there ·
-all others are measured.
+Contexts of other points:
+
+    13        rank 1 raises
+    44        rank 1 raises in the first job only
+    45        never ends, but reports progress
+    46        measured; the job hangs after its last point
+    99        rank 1 kills itself
+    66        every rank hangs
+    7         the job exits before its first point
+    28        the disk is full when rank 0 writes the record
+    21, 22    the engine cannot be built: a tensor is missing, or memory
+    700 + n   rank 1 ends with exit code n, and rank 0 loses its connection
+    800 + n   rank 1 ends by signal n, and rank 0 loses its connection
+    300       measured; the job stops there
+    others    measured
 """
 
 from __future__ import annotations
@@ -42,7 +51,7 @@ POINT_S = "DCPBENCH_FAKE_POINT_S"  # environment variable with the duration of a
 RANK = int(os.environ.get("RANK", "0"))
 
 
-def record(point: Point) -> Record:
+def make_record(point: Point) -> Record:
     """Return a measured point with steps of 10 ms."""
     rate = point.concurrency * 100.0
     metrics = Metrics(
@@ -56,7 +65,7 @@ def record(point: Point) -> Record:
     return Record(point=point, outcome="ok", metrics=metrics, warnings=["cpu"])
 
 
-def served(point: Point, finished: int = 3) -> Record:
+def make_served_record(point: Point, finished: int = 3) -> Record:
     """Return the record of a point of `serve` with requests of 0.1 s each."""
     times = Latencies(mean=100.0, p50=100.0, samples=finished)
     serve = ServeMetrics(
@@ -88,7 +97,7 @@ def served(point: Point, finished: int = 3) -> Record:
     return Record(point=point, outcome=outcome, serve=serve, reason=None if outcome == "ok" else "interrupted")
 
 
-def serve(job: jobs.Job, point: Point) -> None:
+def serve_point(job: jobs.Job, point: Point) -> None:
     """Write a record at once, or after SIGTERM and a second for finished requests."""
     came: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
@@ -99,31 +108,31 @@ def serve(job: jobs.Job, point: Point) -> None:
     if came:
         time.sleep(1.0)
     if RANK == 0:
-        RecordFile(Path(job.folder)).append(served(point, finished=1 if came else 3))
+        RecordFile(Path(job.folder)).append(make_served_record(point, finished=1 if came else 3))
     if came:
         sys.exit(130)
 
 
-def wait_for(job: jobs.Job, point: Point, stage: str) -> None:
-    """Wait until rank 0 reaches a point; on another node, which cannot see that, return at once."""
+def wait_for_stage(job: jobs.Job, point: Point, stage: str) -> None:
+    """Wait until rank 0 has reached a stage of a point. Return at once on another node, which has no file with rank 0's progress."""
     seen = job.get_progress_path()
-    while int(os.environ["LOCAL_WORLD_SIZE"]) > RANK and f'"{stage}","key":"{point.get_key()}' not in _text(seen):
+    while int(os.environ["LOCAL_WORLD_SIZE"]) > RANK and f'"{stage}","key":"{point.get_key()}' not in _read_text(seen):
         time.sleep(0.05)
 
 
-def wait_for_the_end(job: jobs.Job) -> None:
-    """Wait as at the real worker's last barrier: no rank exits before rank 0 has reported the end, or ever."""
-    while int(os.environ["LOCAL_WORLD_SIZE"]) > RANK and '"stage":"end"' not in _text(job.get_progress_path()):
+def wait_for_end(job: jobs.Job) -> None:
+    """Wait until rank 0 has reported the end, like the last barrier of the real worker; for ever if a point has the context LINGERS."""
+    while int(os.environ["LOCAL_WORLD_SIZE"]) > RANK and '"stage":"end"' not in _read_text(job.get_progress_path()):
         time.sleep(0.05)
     while any(point.context == LINGERS for point in job.points):
         time.sleep(0.05)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def work(job: jobs.Job) -> None:
+def run_job(job: jobs.Job) -> None:
     """Run every point as its context requests."""
     if job.points[0].context == STILLBORN:
         raise RuntimeError("cannot build the groups")
@@ -140,59 +149,59 @@ def work(job: jobs.Job) -> None:
             job = jobs.wait_for_points(job)
     if RANK == 0:
         jobs.write_progress(job, "end")
-    wait_for_the_end(job)
+    wait_for_end(job)
 
 
 def run_point(job: jobs.Job, point: Point, index: int) -> None:
     """Run one point as its context requests."""
     if RANK == 0:
         jobs.write_progress(job, "build", point, index=index)
-    build(job, point)
+    build_engine(job, point)
     if RANK == 0:
         jobs.write_progress(job, "measure", point, index=index)
-    if point.context in (RAISES, KILLED, HANGS, ENDLESS, *CODES, *SIGNALS) or first_time(job, point):
-        wait_for(job, point, "measure")
-        misbehave(job, point)
-    note = answer(job, point)
+    if point.context in (RAISES, KILLED, HANGS, ENDLESS, *CODES, *SIGNALS) or is_first_time(job, point):
+        wait_for_stage(job, point, "measure")
+        cause_failure(job, point)
+    note = measure_point(job, point)
     if RANK == 0:
         jobs.write_progress(job, "done", point, index=index, note=note)
     while point.context == PAUSE:
         time.sleep(0.05)
 
 
-def first_time(job: jobs.Job, point: Point) -> bool:
+def is_first_time(job: jobs.Job, point: Point) -> bool:
     """Return True if the point fails once and no earlier job has started it."""
     return point.context == FLAKY and len(list(Path(job.folder).glob("job-*.json"))) == 1
 
 
-def answer(job: jobs.Job, point: Point) -> str:
-    """Write the result of a point, and return it in short form."""
+def measure_point(job: jobs.Job, point: Point) -> str:
+    """Write the result of a point, and return the note for its progress."""
     if point.load:
-        serve(job, point)
+        serve_point(job, point)
         return "10 tok/s"
     if job.kind == "verify":
         if RANK == 0:
-            check(job, point)
+            write_check(job, point)
         return "1 check"
     time.sleep(float(os.environ.get(POINT_S, "0")))
     if RANK == 0 and point.context == FULL:
         raise OSError(FULL, os.strerror(FULL))
     if RANK == 0:
-        RecordFile(Path(job.folder)).append(record(point))
+        RecordFile(Path(job.folder)).append(make_record(point))
     return "step 10.0 ms"
 
 
-def build(job: jobs.Job, point: Point) -> None:
-    """Fail on every rank with the same DcpbenchError, but not before rank 0 has arrived."""
+def build_engine(job: jobs.Job, point: Point) -> None:
+    """Raise the DcpbenchError of the context, if any, on every rank after rank 0 has reached the point."""
     if point.context in (NO_TENSOR, NO_MEMORY):
-        wait_for(job, point, "build")
+        wait_for_stage(job, point, "build")
     if point.context == NO_TENSOR:
         raise ModelError("no tensor 'x'; the checkpoint does not match.")
     if point.context == NO_MEMORY:
         raise CapacityError("3 GiB are missing.")
 
 
-def misbehave(job: jobs.Job, point: Point) -> None:
+def cause_failure(job: jobs.Job, point: Point) -> None:
     """Fail on rank 1; the other ranks wait as in a collective, or get a closed connection."""
     if RANK == 1 and point.context in CODES:
         os._exit(point.context - CODES.start)
@@ -214,8 +223,8 @@ def misbehave(job: jobs.Job, point: Point) -> None:
             jobs.write_progress(job, "measure", point)
 
 
-def check(job: jobs.Job, point: Point) -> None:
-    """Return one comparison, which is wrong for layouts with dp > 1."""
+def write_check(job: jobs.Job, point: Point) -> None:
+    """Append one check to the job's file; it fails for layouts with dp > 1."""
     one = jobs.Check(
         name="attention",
         layout=str(point.layout),
@@ -232,7 +241,7 @@ def check(job: jobs.Job, point: Point) -> None:
 
 
 def main() -> None:
-    """Run as the real worker does, with `--probe` or a job file."""
+    """Run with `--probe` or a job file, like the real worker."""
     if sys.argv[1] == "--probe":
         sys.stdout.write("a library's greeting\n")
         probe = Probe(device="cpu", count=0, name="CPU", packages={"torch": "2.9", "flashinfer": None})
@@ -245,7 +254,7 @@ def main() -> None:
     sys.stdout.write(f"rank {RANK} of {os.environ['WORLD_SIZE']} at work\n")
     sys.stdout.flush()
     try:
-        work(job)
+        run_job(job)
     except Exception as e:
         failure = jobs.Failure(
             rank=RANK,

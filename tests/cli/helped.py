@@ -1,4 +1,4 @@
-"""Print the help of commands."""
+"""Get the help pages of commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dcpbench import cli
 
 
 @functools.cache
-def help_of(*command: str) -> str:
+def get_help(*command: str) -> str:
     """Return the help text without colours and boxes."""
     wide = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
     with (

@@ -1,4 +1,4 @@
-"""Worker with an import that never ends."""
+"""Hang during an import, in place of the worker."""
 
 import time
 

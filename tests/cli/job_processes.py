@@ -10,38 +10,38 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-MARK = "DCPBENCH_TEST_MARK"
+MARK_VARIABLE = "DCPBENCH_TEST_MARK"
 AGENT, RANK, ACCOUNT, OTHER = "agent", "rank", "account", "other"
 LISTENS = "0A"  # state of a socket in /proc/net/tcp
-PATIENCE_S = 600.0  # maximum wait for an event before a test fails
+MAX_WAIT_S = 600.0  # maximum wait for an event before a test fails
 
 
-def processes(mark: str) -> dict[int, list[str]]:
+def find_processes(mark: str) -> dict[int, list[str]]:
     """Return the command line of each living process with this mark in its environment, by process id."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if _lives(folder, mark):
+            if _is_alive(folder, mark):
                 found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
     return found
 
 
-def still(mark: str, pids: Iterable[int]) -> set[int]:
-    """Return those of these processes that are alive and have the mark, which is quicker than a search of all."""
+def find_alive(mark: str, pids: Iterable[int]) -> set[int]:
+    """Return which of these processes are alive and have the mark, without searching all processes."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
-            if _lives(Path(f"/proc/{pid}"), mark):
+            if _is_alive(Path(f"/proc/{pid}"), mark):
                 found.add(pid)
     return found
 
 
-def _lives(folder: Path, mark: str) -> bool:
-    marked = f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes()
+def _is_alive(folder: Path, mark: str) -> bool:
+    marked = f"{MARK_VARIABLE}={mark}\0".encode() in (folder / "environ").read_bytes()
     return marked and (folder / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
-def role(words: list[str]) -> str:
+def get_role(words: list[str]) -> str:
     """Return the role of a process in a job."""
     if "torch.distributed.run" in words or "quick_torchrun" in words:
         return AGENT
@@ -50,13 +50,13 @@ def role(words: list[str]) -> str:
     return RANK if any(Path(w).name.startswith("job-") for w in words) else OTHER
 
 
-def of_role(mark: str, wanted: str) -> list[int]:
+def find_by_role(mark: str, wanted: str) -> list[int]:
     """Return the ids of living processes with this role."""
-    return sorted(pid for pid, words in processes(mark).items() if role(words) == wanted)
+    return sorted(pid for pid, words in find_processes(mark).items() if get_role(words) == wanted)
 
 
-def opened(pid: int) -> set[str]:
-    """Return the files that a process has open, except those that it closes meanwhile."""
+def list_open_files(pid: int) -> set[str]:
+    """Return the open files of a process. Files that it closes during the call may be missing."""
     found = set()
     with contextlib.suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -65,9 +65,9 @@ def opened(pid: int) -> set[str]:
     return found
 
 
-def listening(mark: str) -> set[str]:
+def list_listening_addresses(mark: str) -> set[str]:
     """Return addresses at which living processes with this mark listen, as in /proc: `0100007F` is 127.0.0.1."""
-    inodes = set().union(*(opened(pid) for pid in processes(mark)))
+    inodes = set().union(*(list_open_files(pid) for pid in find_processes(mark)))
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
@@ -78,8 +78,8 @@ def listening(mark: str) -> set[str]:
 
 
 def wait_until(true: Callable[[], object], event: str) -> None:
-    """Wait for an event that would be immediate on an idle machine."""
-    end = time.monotonic() + PATIENCE_S
+    """Wait until a condition is true. Fail after MAX_WAIT_S with the name of the event."""
+    end = time.monotonic() + MAX_WAIT_S
     while not true():
-        assert time.monotonic() < end, f"waited {PATIENCE_S:g} s: {event}"
+        assert time.monotonic() < end, f"waited {MAX_WAIT_S:g} s: {event}"
         time.sleep(0.05)

@@ -19,7 +19,7 @@ from dcpbench.compare.comparison import Comparison
 from dcpbench.points.device_probe import Probe
 from dcpbench.records.file import read_records
 from tests.cli.typed import ENV, Typed
-from tests.cli.waiting import until
+from tests.cli.waiting import wait_until
 
 HERE = Path(__file__).parent
 COMMAND = [sys.executable, str(HERE / "dcpbench_fake.py"), "ab"]
@@ -163,7 +163,7 @@ def test_resume_continues_with_the_interrupted_launch(ab, tmp_path: Path) -> Non
     """Context 66 hangs in B until Ctrl-C; A's launch is kept, and --resume starts with B's."""
     command = [*COMMAND, *VARIANTS, "--b", "--context 66", "--rounds", "1", "-o", "out"]
     run = subprocess.Popen(command, cwd=tmp_path, env=ENV, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    until((tmp_path / "out" / "b" / "round-1" / "rank-0.pid").exists, run)
+    wait_until((tmp_path / "out" / "b" / "round-1" / "rank-0.pid").exists, run)
     run.send_signal(signal.SIGINT)
     _, err = run.communicate()
     assert run.returncode == 130

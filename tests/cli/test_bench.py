@@ -103,7 +103,7 @@ def test_dead_worker_is_reported_with_its_last_output(call) -> None:
     assert code == 4
     assert "failed: not reached" in out
     assert "ended with exit code 1" in err
-    assert "Segmentation fault, as it were" in err
+    assert "Segmentation fault" in err
 
 
 def test_worker_that_fails_at_start_is_reported_with_its_log(call) -> None:
@@ -157,7 +157,7 @@ def test_dead_rank_ends_the_other_ranks_and_is_named(call, monkeypatch: pytest.M
     monkeypatch.setattr(launcher, "GRACE_S", 0.5)
     code, out, err = call("exchange", "--variant", "ag_rs", fake="lonely")
     assert code == 4
-    assert "Rank 1 ended with exit code 1. The last lines of rank 1:\nillegal memory access, as it were" in err
+    assert "Rank 1 ended with exit code 1. The last lines of rank 1:\nillegal memory access" in err
     assert "failed: not reached" in out
 
 
@@ -166,7 +166,7 @@ def test_rank_that_exits_early_with_0_is_noticed_before_the_timeout(call, monkey
     monkeypatch.setattr(launcher, "GRACE_S", 0.5)
     code, out, err = call("exchange", "--variant", "ag_rs", fake="leaves")
     assert code == 4
-    assert "Rank 1 ended with exit code 0. The last lines of rank 1:\nnothing more to do, as it were" in err
+    assert "Rank 1 ended with exit code 0. The last lines of rank 1:\nnothing more to do" in err
     assert "failed: not reached" in out
 
 
@@ -279,7 +279,7 @@ class Forked(ranks.Ranks):
         ]
 
     def __enter__(self) -> Self:
-        codes = forks.run(*self._programs)
+        codes = forks.run_programs(*self._programs)
         assert not any(codes), self.read_last_lines()
         return self
 

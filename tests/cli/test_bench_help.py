@@ -13,7 +13,7 @@ from typer.models import OptionInfo
 
 from dcpbench import cli
 from dcpbench.commands import bench
-from tests.cli.helped import help_of
+from tests.cli.helped import get_help
 
 ROOT = Path(cli.__file__).parents[1]
 SHARED = {"--seconds", "--timeout", "--device", "-o", "--output", "--force", "--json"}
@@ -65,7 +65,7 @@ def test_every_option_has_its_declared_name() -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_help_has_groups_defaults_and_an_example(name: str) -> None:
-    text = help_of("bench", name)
+    text = get_help("bench", name)
     for words in (
         f"dcpbench bench {name} --",
         "Cases (comma-separated lists)",
@@ -76,7 +76,7 @@ def test_help_has_groups_defaults_and_an_example(name: str) -> None:
 
 
 def test_list_of_benches_suggests_a_first_command() -> None:
-    text = help_of("bench")
+    text = get_help("bench")
     assert "Start with: dcpbench bench attention" in text
     assert all(name in text for name in OPTIONS)
 

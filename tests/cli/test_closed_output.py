@@ -24,7 +24,7 @@ NO_UTF8 = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "LANG":
 """Environment of a locale without UTF-8, in which Python's UTF-8 mode is disabled."""
 
 
-def shell(folder: Path, line: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run_shell(folder: Path, line: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a line of sh in which `dcpbench` is this package's command."""
     line = line.replace("dcpbench", f"{sys.executable} -m dcpbench.cli")
     return subprocess.run(
@@ -38,7 +38,7 @@ def shell(folder: Path, line: str, **env: str) -> subprocess.CompletedProcess[st
     )
 
 
-def unread(folder: Path, args: list[str], *, stderr: bool = False) -> subprocess.CompletedProcess[bytes]:
+def run_unread(folder: Path, args: list[str], *, stderr: bool = False) -> subprocess.CompletedProcess[bytes]:
     """Run the command with stdout, and optionally stderr, in a pipe whose other end is closed."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -58,8 +58,8 @@ def unread(folder: Path, args: list[str], *, stderr: bool = False) -> subprocess
 @pytest.mark.parametrize(("redirected", "code"), [(">&-", 0), (">/dev/full", 3)])
 @pytest.mark.parametrize("command", ["show RUN", "show RUN --json", "top RUN --once"])
 def test_unwritable_output_causes_no_traceback(tmp_path: Path, command: str, redirected: str, code: int) -> None:
-    build.write(tmp_path / "RUN", [build.ok(build.point())])
-    done = shell(tmp_path, f"dcpbench {command} {redirected}")
+    build.write_records(tmp_path / "RUN", [build.make_ok_record(build.make_point())])
+    done = run_shell(tmp_path, f"dcpbench {command} {redirected}")
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
 
@@ -70,23 +70,23 @@ def test_unwritable_output_causes_no_traceback(tmp_path: Path, command: str, red
 )
 def test_closed_pipe_exits_with_141_instead_of_a_verdict(tmp_path: Path, command: str) -> None:
     """`head` may close the pipe before the first line; exit code 1 would mean that B is slower."""
-    build.write(tmp_path / "RUN", [build.ok(build.point())])
-    build.write(tmp_path / "WORSE", [build.ok(build.point(), median_ms=100.0)])
-    done = unread(tmp_path, command.split())
+    build.write_records(tmp_path / "RUN", [build.make_ok_record(build.make_point())])
+    build.write_records(tmp_path / "WORSE", [build.make_ok_record(build.make_point(), median_ms=100.0)])
+    done = run_unread(tmp_path, command.split())
     assert done.returncode == 141
     assert done.stderr == b""
 
 
 def test_error_keeps_its_exit_code_with_closed_stderr(tmp_path: Path) -> None:
-    assert unread(tmp_path, ["show", "nowhere"], stderr=True).returncode == 2
+    assert run_unread(tmp_path, ["show", "nowhere"], stderr=True).returncode == 2
 
 
-def commands(group: object = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def list_commands(group: object = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """List the arguments of every command that --help leads to."""
     yield path
     group = group or typer.main.get_command(cli.app)
     for name, command in getattr(group, "commands", {}).items():
-        yield from commands(command, (*path, name))
+        yield from list_commands(command, (*path, name))
 
 
 EXPECTED = {  # commands, and a part of their output that is transliterated to ASCII
@@ -120,10 +120,10 @@ for number, line in enumerate(sys.argv[1:]):
 """Program that runs commands one after the other in one process without drawing figures."""
 
 
-def outputs(folder: Path, lines: Sequence[str], env: dict[str, str]) -> dict[str, tuple[int, str, str]]:
+def list_outputs(folder: Path, lines: Sequence[str], env: dict[str, str]) -> dict[str, tuple[int, str, str]]:
     """Return (exit code, stdout, stderr) of each of these commands by its line."""
     folder.mkdir()
-    build.write(folder / "RUN", [build.ok(build.point())])
+    build.write_records(folder / "RUN", [build.make_ok_record(build.make_point())])
     subprocess.run([sys.executable, "-c", ALL, *lines], cwd=folder, env=os.environ | env, check=True, timeout=200)
 
     def read(name: str, number: int) -> str:
@@ -139,7 +139,7 @@ class TestAscii:
         request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     ) -> dict[str, tuple[int, str, str]]:
         """Return the outputs of all commands in this environment."""
-        return outputs(tmp_path_factory.mktemp("ascii") / "all", [*EXPECTED, JSON], request.param)
+        return list_outputs(tmp_path_factory.mktemp("ascii") / "all", [*EXPECTED, JSON], request.param)
 
     @pytest.mark.parametrize(("command", "expected"), EXPECTED.items(), ids=lambda value: value.split()[0])
     def test_characters_outside_ascii_are_transliterated(self, found, command: str, expected: str) -> None:
@@ -152,7 +152,7 @@ class TestAscii:
     @staticmethod
     def usual(tmp_path_factory: pytest.TempPathFactory) -> str:
         """Return the JSON output in UTF-8."""
-        return outputs(tmp_path_factory.mktemp("usual") / "all", [JSON], {"PYTHONIOENCODING": "utf-8"})[JSON][1]
+        return list_outputs(tmp_path_factory.mktemp("usual") / "all", [JSON], {"PYTHONIOENCODING": "utf-8"})[JSON][1]
 
     def test_json_output_does_not_depend_on_the_encoding(self, found, usual: str) -> None:
         """Parsers must get the layout `tp2·dcp2`, and not `tp2.dcp2`."""
@@ -162,11 +162,11 @@ class TestAscii:
         assert json.loads(out) == json.loads(usual)
 
     def test_error_message_is_printed_in_ascii(self, tmp_path: Path) -> None:
-        done = shell(tmp_path, "dcpbench show größe·2", **ASCII)
+        done = run_shell(tmp_path, "dcpbench show größe·2", **ASCII)
         assert done.returncode == 2
         assert "groe.2" in done.stderr or "gro?e.2" in done.stderr
 
-    @pytest.mark.parametrize("command", [*commands()], ids=lambda words: " ".join(words) or "dcpbench")
+    @pytest.mark.parametrize("command", [*list_commands()], ids=lambda words: " ".join(words) or "dcpbench")
     def test_help_of_every_command_is_printed_in_ascii(
         self, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -27,7 +27,7 @@ from dcpbench.records.record import Record
 from dcpbench.show.text import format_count
 from tests.cli import fake_worker
 from tests.cli.typed import ENV, Typed
-from tests.cli.waiting import is_gone, until
+from tests.cli.waiting import is_gone, wait_until
 from tests.unit import record_builder, serve_record_builder
 from tests.unit.test_shapes import V3
 
@@ -67,8 +67,8 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 
 def test_sweep_that_resumes_a_serve_run_suggests_the_serve_command(call, tmp_path: Path) -> None:
     """The message must not complain that --slo was given before and is missing now."""
-    served = serve_record_builder.served(serve_record_builder.point(serve_record_builder.DCP))
-    record_builder.write(tmp_path / "run", [served])
+    served = serve_record_builder.make_served_record(serve_record_builder.make_point(serve_record_builder.DCP))
+    record_builder.write_records(tmp_path / "run", [served])
     code, _, err = call("sweep", "--tp", "2", "-o", str(tmp_path / "run"), "--resume")
     assert code == 2
     assert "holds a run of serve, and this is sweep; to go on with that run, type: dcpbench" in err
@@ -132,7 +132,7 @@ def test_signal_ends_the_workers_and_suggests_resume(tmp_path: Path, number: int
         pids[:] = [int(words[0]) for p in folder.glob("rank-*.pid") if (words := p.read_text().split())]
         return len(pids) == 2 and (folder / "records.jsonl").exists()
 
-    until(at_work, run)
+    wait_until(at_work, run)
     run.send_signal(number)
     _, err = run.communicate()
     assert run.returncode == code
@@ -140,7 +140,7 @@ def test_signal_ends_the_workers_and_suggests_resume(tmp_path: Path, number: int
     assert "--resume" in err
     assert "Traceback" not in err
     assert [r.outcome for r in read_records(folder)] == ["ok"]
-    until(lambda: all(map(is_gone, pids)))
+    wait_until(lambda: all(map(is_gone, pids)))
 
 
 @pytest.mark.distributed
@@ -514,7 +514,7 @@ def test_resume_refuses_another_kv_memory_and_reports_other_seconds(call, tmp_pa
     settings = Settings(kv_memory_bytes=1 << 30)
     job = Job(kind="sweep", tag="tp1-0", folder=str(tmp_path), device="cpu", points=[POINT], settings=settings)
     job.get_path().write_bytes(msgspec.json.encode(job))
-    RecordFile(tmp_path).append(fake_worker.record(POINT))
+    RecordFile(tmp_path).append(fake_worker.make_record(POINT))
     typed = ["sweep", "--tp", "1", "--concurrency", "2", "--context", "100", "-o", str(tmp_path), "--resume"]
     code, _, err = call(*typed)
     assert code == 2
@@ -529,7 +529,7 @@ def test_resume_reports_a_missing_run_or_other_points(call, tmp_path: Path, monk
     monkeypatch.setattr("dcpbench.launch.launcher.run_points", lambda *_: None)
     typed = ["sweep", "--tp", "1", "--concurrency", "2", "--context", "100", "--resume", "-o"]
     assert f"{tmp_path / 'new'} holds no run yet; starting one." in call(*typed, str(tmp_path / "new"))[2]
-    RecordFile(tmp_path).append(fake_worker.record(msgspec.structs.replace(POINT, context=7)))
+    RecordFile(tmp_path).append(fake_worker.make_record(msgspec.structs.replace(POINT, context=7)))
     assert f"None of these points is in {tmp_path}" in call(*typed, str(tmp_path))[2]
 
 
@@ -543,7 +543,7 @@ def test_resume_without_options_suggests_the_original_command(call, tmp_path: Pa
         command=shlex.join(words),
     )  # fmt: skip
     job.get_path().write_bytes(msgspec.json.encode(job))
-    RecordFile(tmp_path).append(fake_worker.record(POINT))
+    RecordFile(tmp_path).append(fake_worker.make_record(POINT))
     code, _, err = call("sweep", "-o", str(tmp_path), "--resume")
     assert code == 2
     assert f"To go on with that run, type: {shlex.join(words)} --resume" in " ".join(err.split())
@@ -561,7 +561,7 @@ def test_resume_without_grid_options_does_not_add_the_default_grid(
     """The run has tp 1 and context 100; the default grid of the CPU has tp 8."""
     started: list[object] = []
     monkeypatch.setattr("dcpbench.launch.launcher.run_points", lambda points, *_: started.append(points))
-    RecordFile(tmp_path).append(fake_worker.record(POINT))
+    RecordFile(tmp_path).append(fake_worker.make_record(POINT))
     code, _, err = call("sweep", "-o", str(tmp_path), "--resume", *more)
     assert code == 2
     assert "no option gives a layout or a load, and the default grid of this machine is not the grid" in " ".join(
@@ -575,7 +575,7 @@ def test_serve_resume_without_grid_options_does_not_add_the_default_grid(call, t
     started: list[object] = []
     monkeypatch.setattr("dcpbench.launch.launcher.run_points", lambda points, *_: started.append(points))
     run = ["serve", "--model", "tiny", "-o", str(tmp_path), "--device", "cpu"]
-    RecordFile(tmp_path).append(fake_worker.record(serve_record_builder.point()))
+    RecordFile(tmp_path).append(fake_worker.make_record(serve_record_builder.make_point()))
     code, _, err = call(*run, "--resume", "--repeats", "2", "--slo", "ttft=5")
     assert code == 2
     assert "no option gives a layout or a load" in " ".join(err.split())
@@ -591,7 +591,7 @@ def test_resume_with_repeats_repeats_a_run_of_the_default_grid(call, tmp_path: P
     def measure(points: list[Point], *_: object) -> None:
         started.extend(points)
         for point in points:
-            RecordFile(tmp_path).append(fake_worker.record(point))
+            RecordFile(tmp_path).append(fake_worker.make_record(point))
 
     monkeypatch.setattr("dcpbench.launch.launcher.run_points", measure)
     call("sweep", "-o", str(tmp_path))
@@ -619,7 +619,7 @@ def test_truncated_last_record_is_reported_on_stderr(command: str, call, tmp_pat
     run, other = tmp_path / "run", tmp_path / "other"
     for folder in (run, other):
         folder.mkdir()
-        RecordFile(folder).append(fake_worker.record(POINT))
+        RecordFile(folder).append(fake_worker.make_record(POINT))
     records = RecordFile(run)
     line = records.path.read_bytes()
     records.path.write_bytes(line + line[:20])

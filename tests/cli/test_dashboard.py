@@ -37,7 +37,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 
 def test_build_writes_a_site_and_prints_its_path(run, tmp_path: Path) -> None:
     """Reports are real ones, and every link of the page leads to a file."""
-    runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=2)
+    runs = dashboard_builder.write_history(tmp_path / "runs", runs=1, count=2)
     done = run("build", str(runs), "-o", str(tmp_path / "site"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"Wrote {tmp_path / 'site' / 'index.html'}\n")

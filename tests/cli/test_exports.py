@@ -41,8 +41,11 @@ def dcpbench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Write a run with a served point and a decode step."""
-    found = [build.served(build.point(build.DCP)), record_builder.ok(record_builder.point(build.DCP))]
-    return record_builder.write(tmp_path / "run", found)
+    found = [
+        build.make_served_record(build.make_point(build.DCP)),
+        record_builder.make_ok_record(record_builder.make_point(build.DCP)),
+    ]
+    return record_builder.write_records(tmp_path / "run", found)
 
 
 @pytest.mark.parametrize("command", ["export", "import"])
@@ -98,7 +101,9 @@ def test_every_format_is_written_and_its_path_printed(dcpbench, to: str, run: Pa
 
 
 def test_imported_results_are_printed_as_a_table(dcpbench, run: Path, tmp_path: Path) -> None:
-    path = files.file(tmp_path, files.vllm(), files.without_details(files.vllm(max_concurrency=2)))
+    path = files.write_file(
+        tmp_path, files.make_vllm_result(), files.remove_details(files.make_vllm_result(max_concurrency=2))
+    )
     done = dcpbench("import", path, "--from", "vllm", "--tp", 8, "--dcp", 8, "-o", tmp_path / "engine")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"Wrote {tmp_path / 'engine' / 'records.jsonl'}\n"
@@ -110,7 +115,7 @@ def test_imported_results_are_printed_as_a_table(dcpbench, run: Path, tmp_path: 
 
 
 def test_import_skips_an_unreadable_file_and_exits_with_4(dcpbench, tmp_path: Path) -> None:
-    files.file(tmp_path, files.vllm(), name="good.json")
+    files.write_file(tmp_path, files.make_vllm_result(), name="good.json")
     (tmp_path / "empty.json").touch()
     done = dcpbench("import", tmp_path, "--from", "vllm", "-o", tmp_path / "run")
     assert done.returncode == 4
@@ -120,7 +125,7 @@ def test_import_skips_an_unreadable_file_and_exits_with_4(dcpbench, tmp_path: Pa
 
 
 def test_export_reports_a_missing_gpu_name(dcpbench, tmp_path: Path) -> None:
-    path = files.file(tmp_path, files.without_details(files.vllm()))
+    path = files.write_file(tmp_path, files.remove_details(files.make_vllm_result()))
     assert dcpbench("import", path, "--from", "vllm", "--tp", 8, "-o", tmp_path / "run").returncode == 0
     done = dcpbench("export", tmp_path / "run", "--to", "inferencex")
     assert done.returncode == 2
@@ -128,7 +133,7 @@ def test_export_reports_a_missing_gpu_name(dcpbench, tmp_path: Path) -> None:
 
 
 def test_import_without_a_name_writes_to_the_default_folder(dcpbench, tmp_path: Path) -> None:
-    path = files.file(tmp_path, files.vllm())
+    path = files.write_file(tmp_path, files.make_vllm_result())
     done = dcpbench("import", path, "--from", "vllm", cwd=tmp_path)
     assert re.fullmatch(r"Wrote runs/\d{4}-\d\d-\d\d-\d{6}-import-vllm/records\.jsonl\n", done.stdout)
 
@@ -148,7 +153,7 @@ def test_import_without_a_name_writes_to_the_default_folder(dcpbench, tmp_path: 
 def test_invalid_arguments_exit_with_2_and_one_error_line(
     args: tuple[str, ...], message: str, run: Path, tmp_path: Path, dcpbench
 ) -> None:
-    result = files.file(tmp_path, files.vllm())
+    result = files.write_file(tmp_path, files.make_vllm_result())
     typed = [a.replace("RUN", str(run)).replace("RESULT", str(result)) for a in args]
     done = dcpbench(*typed, cwd=tmp_path)
     assert done.returncode == 2

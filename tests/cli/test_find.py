@@ -17,7 +17,7 @@ from dcpbench.records.folder import get_record_file
 from dcpbench.serving.step_cases import Extent
 from dcpbench.serving.step_times import write_step_times
 from tests.cli.typed import Typed
-from tests.unit.step_times_builder import make_path, step_times
+from tests.unit.step_times_builder import make_path, make_step_times
 
 CPU = Probe(device="cpu", count=0, name="CPU", packages={"torch": "2.9", "flashinfer": None})
 LOAD = ["--num-requests", "96", "--input-tokens", "uniform:40-80", "--output-tokens", "uniform:10-30"]
@@ -44,7 +44,7 @@ def replay(tmp_path: Path) -> list[str]:
     """Return the command of replays of a tp2·dcp2 engine of the tiny model with up to 64 requests."""
     path = make_path(model="tiny", tp=2, dcp=2, dtype="fp32", backend="reference", exchange="ag_rs")
     extent = Extent(requests=64, context=128, pages=4200, virtual_page=2, chunk=96, targets=(8, 64), prompts=(60,))
-    write_step_times(tmp_path / "times.json", step_times(extent, path=path, device="CPU"))
+    write_step_times(tmp_path / "times.json", make_step_times(extent, path=path, device="CPU"))
     return ["serve", "--mode", "replay", "--step-times", str(tmp_path / "times.json"), *LOAD]
 
 

@@ -20,7 +20,7 @@ from dcpbench.plan.serve_spec import SERVE_PARSERS
 from dcpbench.plan.server_spec import SERVER_PARSERS
 from dcpbench.plan.spec import PARSERS, list_file_names
 from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS
-from tests.cli.helped import help_of
+from tests.cli.helped import get_help
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -179,7 +179,7 @@ SERVER_OPTIONS = {
 }
 
 
-def python(code: str) -> str:
+def run_python(code: str) -> str:
     """Return the output of a fresh interpreter."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout
@@ -190,7 +190,7 @@ def python(code: str) -> str:
 )
 def test_help_imports_no_heavy_package(args: list[str]) -> None:
     """Importing torch alone takes seconds."""
-    loaded = python(
+    loaded = run_python(
         "import sys\nfrom dcpbench import cli\n"
         f"try:\n    cli.main({args})\nexcept SystemExit:\n    pass\n"
         f"print('LOADED', [m for m in {HEAVY} if m in sys.modules])"
@@ -205,7 +205,7 @@ def test_help_imports_no_heavy_package(args: list[str]) -> None:
 )
 def test_help_imports_only_its_own_command(args: list[str], imported: list[str]) -> None:
     names = {entry.function for entry in catalogue.ENTRIES}
-    loaded = python(
+    loaded = run_python(
         "import sys\nfrom dcpbench import cli\n"
         f"try:\n    cli.main({args})\nexcept SystemExit:\n    pass\n"
         f"print('LOADED', [n for n in {sorted(names)} if f'dcpbench.commands.{{n}}' in sys.modules])"
@@ -243,10 +243,10 @@ def test_command_runs_with_and_without_double_dash(args: list[str], capsys: pyte
     assert capsys.readouterr().out.startswith("{")
 
 
-def processor_s(code: str) -> float:
+def measure_processor_s(code: str) -> float:
     """Return the processor time of a program including its start."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    python(code)
+    run_python(code)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -257,7 +257,7 @@ def test_help_takes_half_a_second_of_processor_time() -> None:
     On a slowed-down processor the limit is five times the time that importing Typer takes at the same moment.
     """
     program = "from dcpbench import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass"
-    pairs = [(processor_s(program), processor_s("import typer.main")) for _ in range(3)]
+    pairs = [(measure_processor_s(program), measure_processor_s("import typer.main")) for _ in range(3)]
     (ours, typer_alone) = map(min, zip(*pairs, strict=True))
     assert ours < max(0.5, 5 * typer_alone)
 
@@ -305,7 +305,7 @@ def test_every_option_in_the_help_can_be_parsed(name: str) -> None:
 
     command = typer.main.get_command(cli.app).commands[name]
     arguments = {"report": ["run"], "show": ["run"], "compare": ["run", "other"]}.get(name, [])
-    words = re.sub(r"\[.*?\]|`.*?`", " ", help_of(name)).partition(" Options ")[2]
+    words = re.sub(r"\[.*?\]|`.*?`", " ", get_help(name)).partition(" Options ")[2]
     printed = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", words)) - {"-h", "--help"}
     for option in command.params:
         if option.param_type_name == "argument":
@@ -317,7 +317,7 @@ def test_every_option_in_the_help_can_be_parsed(name: str) -> None:
                 assert context.params[option.name] is not None
 
 
-def lists() -> Iterator[tuple[tuple[str, ...], str]]:
+def list_comma_options() -> Iterator[tuple[tuple[str, ...], str]]:
     """Return every option of every command that takes a comma-separated list, by its longest name."""
     import typer
 
@@ -331,7 +331,7 @@ def lists() -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 @pytest.mark.parametrize(
-    ("command", "option"), [*lists()], ids=lambda value: value if type(value) is str else value[-1]
+    ("command", "option"), [*list_comma_options()], ids=lambda value: value if type(value) is str else value[-1]
 )
 def test_list_option_given_twice_is_refused_with_a_suggestion(
     command: tuple[str, ...], option: str, capsys: pytest.CaptureFixture[str]
@@ -355,7 +355,7 @@ def test_single_value_option_given_twice_is_refused(words: tuple[str, ...], caps
 
 
 def test_many_commands_have_list_options() -> None:
-    found = {" ".join(command) for command, _ in lists()}
+    found = {" ".join(command) for command, _ in list_comma_options()}
     assert {"sweep", "serve", "verify", "compare", "report", "show", "bench attention"} <= found
 
 
@@ -383,11 +383,11 @@ def test_every_key_of_a_config_file_is_an_option_of_sweep() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_every_command_has_an_example(command: str) -> None:
-    assert f"dcpbench {command}" in help_of(command).partition("Usage:")[2].partition("dcpbench")[2]
+    assert f"dcpbench {command}" in get_help(command).partition("Usage:")[2].partition("dcpbench")[2]
 
 
 def test_help_states_groups_units_and_defaults() -> None:
-    text = help_of("sweep")
+    text = get_help("sweep")
     for words in (
         "Layouts (comma-separated lists)",
         "100GiB or 40GB",
@@ -399,13 +399,13 @@ def test_help_states_groups_units_and_defaults() -> None:
 
 def test_help_of_serve_and_server_states_default_lengths() -> None:
     """Both commands have the same defaults for GPUs; serve has other ones for the CPU."""
-    assert f"Default: {ANSWERS} on GPUs; {CPU_ANSWERS} on the CPU." in help_of("serve")
-    assert f"Default: {recommend.ANSWERS}." in help_of("recommend")
+    assert f"Default: {ANSWERS} on GPUs; {CPU_ANSWERS} on the CPU." in get_help("serve")
+    assert f"Default: {recommend.ANSWERS}." in get_help("recommend")
 
 
 def test_help_names_the_options_of_vllm_and_sglang() -> None:
     """Users of either engine learn what --tp counts and which option limits a step."""
-    text = help_of("serve")
+    text = get_help("serve")
     for words in (
         "SGLang's --tp-size",
         "--data-parallel-size × --tensor-parallel-size",
@@ -425,7 +425,7 @@ def test_help_names_the_options_of_vllm_and_sglang() -> None:
 def test_help_of_gpu_option_names_every_known_gpu() -> None:
     from dcpbench.points.gpus import GPUS
 
-    text = help_of("sweep")
+    text = get_help("sweep")
     assert [gpu.name for gpu in GPUS if not re.search(rf"\b{gpu.name}\b", text)] == []
 
 
@@ -470,14 +470,14 @@ def test_paragraphs_use_the_full_width(command: list[str], monkeypatch, capsys) 
 def test_only_help_of_dry_run_promises_the_waiting_line() -> None:
     """torch.profiler records only the first line of a function."""
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert "dry-run reports the exact line." in help_of("syncs")
+    assert "dry-run reports the exact line." in get_help("syncs")
     assert re.search(r"`dcpbench syncs dry-run -- [^`]+`[^.]* prints lines that would wait", readme)
     for command in ("scan", "run", "serve"):
-        assert not re.search(r"(which|the) lines? that wait", help_of("syncs", command))
+        assert not re.search(r"(which|the) lines? that wait", get_help("syncs", command))
 
 
 def test_help_of_scan_explains_sites_without_a_waiting_call() -> None:
-    text = help_of("syncs", "scan")
+    text = get_help("syncs", "scan")
     assert '"0 of 1 waited" means that there was nothing to wait for this time.' in text
     assert "did wait" not in text
 

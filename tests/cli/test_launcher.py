@@ -22,7 +22,7 @@ from dcpbench.records.file import read_records
 from dcpbench.records.record import format_reason
 from dcpbench.records.runs import read_last_records
 from tests import as_fork
-from tests.cli.waiting import until
+from tests.cli.waiting import wait_until
 from tests.unit.test_launch import find_free_port
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ HERE = str(Path(__file__).parent)
 @pytest.fixture(autouse=True)
 def _find_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{Path(launcher.__file__).parents[2]}")
-    as_fork.agents(monkeypatch.setattr)
+    as_fork.replace_agents(monkeypatch.setattr)
 
 
-def point(tp: int, context: int) -> Point:
+def make_point(tp: int, context: int) -> Point:
     """Return a point; its context selects the behaviour of fake_worker.py."""
     return Point(model="tiny", tp=tp, concurrency=2, context=context, backend="reference", dtype="fp32")
 
@@ -62,7 +62,7 @@ class Clock:
         return time.monotonic() + self.ahead
 
 
-def outcomes(records: list[Record]) -> list[tuple[int, int, str]]:
+def list_outcomes(records: list[Record]) -> list[tuple[int, int, str]]:
     """Return (tp, context, outcome) in file order."""
     return [(r.point.tp, r.point.context, r.outcome) for r in records]
 
@@ -76,10 +76,10 @@ def test_failed_hung_and_killed_points_are_recorded_and_others_are_measured(
     The launcher's clock is fast only while both ranks hang.
     """
     seen: list[Progress] = []
-    points = [point(2, context) for context in (100, 13, 66, 99, 101)]
+    points = [make_point(2, context) for context in (100, 13, 66, 99, 101)]
     clock = Clock()
     monkeypatch.setattr(launcher, "time", clock)
-    patched_time = SimpleNamespace(sleep=lambda _: until(lambda: all("<module>" in text for text in stacks())))
+    patched_time = SimpleNamespace(sleep=lambda _: wait_until(lambda: all("<module>" in text for text in stacks())))
     monkeypatch.setattr(ranks, "time", patched_time)
 
     def stacks() -> list[str]:
@@ -88,13 +88,13 @@ def test_failed_hung_and_killed_points_are_recorded_and_others_are_measured(
     def watch(event: Progress) -> None:
         seen.append(event)
         if (event.stage, event.key) == ("measure", points[2].get_key()):
-            until(lambda: len(list(tmp_path.glob("hangs-*"))) == 2)
+            wait_until(lambda: len(list(tmp_path.glob("hangs-*"))) == 2)
         clock.fast = (event.stage, event.key) == ("measure", points[2].get_key())
 
     launcher.run_points(points, work(tmp_path), RendezvousOptions(), watch)
 
     records = read_records(tmp_path)
-    assert outcomes(records) == [
+    assert list_outcomes(records) == [
         (2, 100, "ok"),
         (2, 13, "failed"),
         (2, 66, "hung"),
@@ -123,21 +123,21 @@ def test_failed_hung_and_killed_points_are_recorded_and_others_are_measured(
 @pytest.mark.long
 def test_point_that_is_added_to_a_job_and_hangs_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """66 is added after 100 has been measured, and hangs; the launcher's clock is fast only then."""
-    added, clock = point(2, 66), Clock()
+    added, clock = make_point(2, 66), Clock()
     chosen = [[added]]
     monkeypatch.setattr(launcher, "time", clock)
 
     def watch(event: Progress) -> None:
         hangs = (event.stage, event.key) == ("measure", added.get_key())
         if hangs:
-            until(lambda: len(list(tmp_path.glob("hangs-*"))) == 2)
+            wait_until(lambda: len(list(tmp_path.glob("hangs-*"))) == 2)
         clock.fast = hangs
 
     options = work(tmp_path, choose_points=lambda _: chosen.pop())
-    launcher.run_points([point(2, 100)], options, RendezvousOptions(), watch)
+    launcher.run_points([make_point(2, 100)], options, RendezvousOptions(), watch)
 
     first, hung = read_records(tmp_path)
-    assert outcomes([first, hung]) == [(2, 100, "ok"), (2, 66, "hung")]
+    assert list_outcomes([first, hung]) == [(2, 100, "ok"), (2, 66, "hung")]
     assert "misbehave" in hung.detail["stacks_rank_1"]
     assert len(list(tmp_path.glob("job-*.json"))) == 1
 
@@ -155,9 +155,9 @@ def test_ranks_that_hang_after_their_last_point_are_killed_without_loss(
         seen.append(event)
         clock.fast = [e.stage for e in seen].count("end") == 1 and event.stage == "end"
 
-    launcher.run_points([point(2, 46), point(1, 100)], work(tmp_path), RendezvousOptions(), watch)
+    launcher.run_points([make_point(2, 46), make_point(1, 100)], work(tmp_path), RendezvousOptions(), watch)
 
-    assert outcomes(read_records(tmp_path)) == [(2, 46, "ok"), (1, 100, "ok")]
+    assert list_outcomes(read_records(tmp_path)) == [(2, 46, "ok"), (1, 100, "ok")]
     (note,) = (e.note for e in seen if e.stage == "stopped")
     assert "all is measured, but its ranks had not ended 60 s later; dcpbench ends them. Where they stood: " in note
     kept = Path(note.rpartition(": ")[2])
@@ -168,10 +168,16 @@ def test_ranks_that_hang_after_their_last_point_are_killed_without_loss(
 def test_failed_points_are_retried_after_the_others(tmp_path: Path) -> None:
     """44 fails the first time, 13 always; with one retry both run again after 100, and more are suggested for 13."""
     seen: list[str] = []
-    points = [point(2, context) for context in (44, 13, 100)]
+    points = [make_point(2, context) for context in (44, 13, 100)]
     launcher.run_points(points, work(tmp_path, retries=1), RendezvousOptions(), lambda event: seen.append(event.stage))
     records = read_records(tmp_path)
-    assert outcomes(records) == [(2, 44, "failed"), (2, 13, "failed"), (2, 100, "ok"), (2, 44, "ok"), (2, 13, "failed")]
+    assert list_outcomes(records) == [
+        (2, 44, "failed"),
+        (2, 13, "failed"),
+        (2, 100, "ok"),
+        (2, 44, "ok"),
+        (2, 13, "failed"),
+    ]
     assert [stage for stage in seen if stage in ("again", "failed", "done")] == [
         "again",
         "again",
@@ -187,10 +193,10 @@ def test_failed_points_are_retried_after_the_others(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_point_past_its_time_limit_is_killed_despite_progress(tmp_path: Path) -> None:
     launcher.run_points(
-        [point(2, 45), point(2, 100)], work(tmp_path, point_limit=1.0), RendezvousOptions(), lambda _: None
+        [make_point(2, 45), make_point(2, 100)], work(tmp_path, point_limit=1.0), RendezvousOptions(), lambda _: None
     )
     records = read_records(tmp_path)
-    assert outcomes(records) == [(2, 45, "hung"), (2, 100, "ok")]
+    assert list_outcomes(records) == [(2, 45, "hung"), (2, 100, "ok")]
     assert "not done after 1 s (--timeout point), in stage 'measure'" in str(records[0].reason)
     evidence = tmp_path / records[0].detail["evidence"]
     assert {"stacks-0.txt", "stacks-1.txt", "ranks.json"} <= {path.name for path in evidence.iterdir()}
@@ -208,7 +214,7 @@ def test_point_is_set_aside_after_two_failures_or_all_retries(times: int, retrie
 def test_job_that_dies_before_its_first_point_is_tried_twice(tmp_path: Path) -> None:
     """Every relaunch would fail in the same way, so the error has the last log lines and no record is written."""
     with pytest.raises(WorkerError, match=r"(?s)before its first point, twice.*RuntimeError: cannot build the groups"):
-        launcher.run_points([point(1, 7), point(1, 100)], work(tmp_path), RendezvousOptions(), lambda _: None)
+        launcher.run_points([make_point(1, 7), make_point(1, 100)], work(tmp_path), RendezvousOptions(), lambda _: None)
     assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["tp1-0", "tp1-1"]
     assert not (tmp_path / "records.jsonl").exists()
 
@@ -216,11 +222,11 @@ def test_job_that_dies_before_its_first_point_is_tried_twice(tmp_path: Path) -> 
 @pytest.mark.long
 def test_unreadable_checkpoint_fails_all_points_of_its_model_after_one_job(tmp_path: Path) -> None:
     """Context 21 finds no tensor; tp 2 and tp 4 fail for the same reason, and another model is measured."""
-    other = msgspec.structs.replace(point(2, 102), model="other")
-    points = [point(2, 100), point(2, 21), point(2, 101), other, point(4, 103)]
+    other = msgspec.structs.replace(make_point(2, 102), model="other")
+    points = [make_point(2, 100), make_point(2, 21), make_point(2, 101), other, make_point(4, 103)]
     launcher.run_points(points, work(tmp_path), RendezvousOptions(), lambda _: None)
     records = read_records(tmp_path)
-    assert outcomes(records) == [
+    assert list_outcomes(records) == [
         (2, 100, "ok"),
         (2, 21, "failed"),
         (2, 101, "failed"),
@@ -235,10 +241,12 @@ def test_unreadable_checkpoint_fails_all_points_of_its_model_after_one_job(tmp_p
 @pytest.mark.long
 def test_failure_to_build_an_engine_fails_only_points_of_its_layout(tmp_path: Path) -> None:
     """Context 22 runs out of memory while building; the same layout's next point fails too, another layout runs."""
-    dcp = msgspec.structs.replace(point(2, 102), dcp=2, exchange="ag_rs")
-    launcher.run_points([point(2, 22), point(2, 101), dcp], work(tmp_path), RendezvousOptions(), lambda _: None)
+    dcp = msgspec.structs.replace(make_point(2, 102), dcp=2, exchange="ag_rs")
+    launcher.run_points(
+        [make_point(2, 22), make_point(2, 101), dcp], work(tmp_path), RendezvousOptions(), lambda _: None
+    )
     records = read_records(tmp_path)
-    assert outcomes(records) == [(2, 22, "failed"), (2, 101, "failed"), (2, 102, "ok")]
+    assert list_outcomes(records) == [(2, 22, "failed"), (2, 101, "failed"), (2, 102, "ok")]
     assert records[0].reason == records[1].reason == "rank 0: CapacityError: 3 GiB are missing."
 
 
@@ -246,7 +254,7 @@ def test_failure_to_build_an_engine_fails_only_points_of_its_layout(tmp_path: Pa
 def test_failed_point_of_verify_is_kept_apart_from_sweep_records(tmp_path: Path) -> None:
     """The failure is written to failed.jsonl, and its message does not suggest --resume, which verify lacks."""
     checking = msgspec.structs.replace(work(tmp_path), kind="verify")
-    launcher.run_points([point(2, 13)], checking, RendezvousOptions(), lambda _: None)
+    launcher.run_points([make_point(2, 13)], checking, RendezvousOptions(), lambda _: None)
     assert not (tmp_path / "records.jsonl").exists()
     (record,) = read_last_records(tmp_path, "failed.jsonl").values()
     assert format_reason(record).endswith("no such row in tiny. Read logs/tp2-0 in the run's folder")
@@ -262,7 +270,7 @@ def test_only_node_0_of_two_nodes_writes_records(tmp_path: Path, monkeypatch: py
 
     def node(rank: int) -> None:
         folders[rank].mkdir()
-        points = [point(2, 13), point(2, 100), point(4, 100)] if rank == 0 else []
+        points = [make_point(2, 13), make_point(2, 100), make_point(4, 100)] if rank == 0 else []
         rendezvous = RendezvousOptions(nnodes=2, node_rank=rank, rdzv_endpoint=endpoint)
         try:
             launcher.run_points(points, work(folders[rank]), rendezvous, lambda _: None)
@@ -276,7 +284,7 @@ def test_only_node_0_of_two_nodes_writes_records(tmp_path: Path, monkeypatch: py
         thread.join()
     assert errors == []
     records = read_records(folders[0])
-    assert outcomes(records) == [(2, 13, "failed"), (2, 100, "ok"), (4, 100, "ok")]
+    assert list_outcomes(records) == [(2, 13, "failed"), (2, 100, "ok"), (4, 100, "ok")]
     assert "rank 1: ValueError" in str(records[0].reason)
     assert not (folders[1] / "records.jsonl").exists()
     assert "rank 3 of 4 at work" in (folders[1] / "logs" / "tp4-0" / "rank-3.log").read_text()
@@ -291,8 +299,8 @@ def test_ranks_and_probes_import_the_package_of_the_command(tmp_path: Path, monk
     assert launcher.run_probe("fake_worker").name == "CPU"
     folder = tmp_path / "run"
     folder.mkdir()
-    launcher.run_points([point(2, 100)], work(folder), RendezvousOptions(), lambda _: None)
-    assert outcomes(read_records(folder)) == [(2, 100, "ok")]
+    launcher.run_points([make_point(2, 100)], work(folder), RendezvousOptions(), lambda _: None)
+    assert list_outcomes(read_records(folder)) == [(2, 100, "ok")]
 
 
 def test_ranks_of_another_package_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +310,7 @@ def test_ranks_of_another_package_are_refused(tmp_path: Path, monkeypatch: pytes
     )
     real = msgspec.structs.replace(work(tmp_path), worker="tests.distributed.rank")
     with pytest.raises(WorkerError) as error:
-        launcher.run_points([point(2, 100)], real, RendezvousOptions(), lambda _: None)
+        launcher.run_points([make_point(2, 100)], real, RendezvousOptions(), lambda _: None)
     assert "before its first point, twice. rank" in str(error.value)
     assert "whose files are not those of the command, in /elsewhere/dcpbench" in str(error.value)
     assert not list(tmp_path.glob("records.jsonl"))

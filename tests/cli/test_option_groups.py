@@ -26,7 +26,7 @@ class FewerSizes(Sizes):
     rows = None
 
 
-def parser(of: type[Sizes], seen: list[object]) -> typer.core.TyperCommand:
+def make_parser(of: type[Sizes], seen: list[object]) -> typer.core.TyperCommand:
     """Return a command `try RUN` with one group, which exits with 3."""
     app = typer.Typer(add_completion=False)
 
@@ -42,21 +42,21 @@ def parser(of: type[Sizes], seen: list[object]) -> typer.core.TyperCommand:
 
 def test_options_become_one_value_and_the_return_value_the_exit_code() -> None:
     seen: list[object] = []
-    code = parser(Sizes, seen).main(["here", "--rows", "1,2", "--file", "x.json"], standalone_mode=False)
+    code = make_parser(Sizes, seen).main(["here", "--rows", "1,2", "--file", "x.json"], standalone_mode=False)
     assert code == 3
     run, sizes = seen
     assert (run, vars(sizes)) == ("here", {"heads": None, "rows": "1,2", "file": Path("x.json")})
 
 
 def test_group_keeps_its_order_if_a_command_redefines_an_option() -> None:
-    options = parser(FewerSizes, []).params
+    options = make_parser(FewerSizes, []).params
     assert [p.name for p in options] == ["run", "heads", "file"]
     assert next(p for p in options if p.name == "heads").help == "Other heads."
 
 
 def test_field_without_an_option_is_refused_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        parser(FewerSizes, []).main(["here", "--rows", "1"])
+        make_parser(FewerSizes, []).main(["here", "--rows", "1"])
     assert end.value.code == 2
     assert "--rows" in capsys.readouterr().err
 

@@ -25,8 +25,18 @@ from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
 from dcpbench.records.folder import LOCK_FILE
 from tests import as_fork
-from tests.cli.job_processes import ACCOUNT, AGENT, MARK, RANK, listening, of_role, opened, processes, wait_until
-from tests.cli.test_launcher import outcomes, point, work
+from tests.cli.job_processes import (
+    ACCOUNT,
+    AGENT,
+    MARK_VARIABLE,
+    RANK,
+    find_by_role,
+    find_processes,
+    list_listening_addresses,
+    list_open_files,
+    wait_until,
+)
+from tests.cli.test_launcher import list_outcomes, make_point, work
 from tests.cli.waiting import POLL_INTERVAL_S
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]  # some tests start real ranks twice
@@ -42,10 +52,10 @@ BENCH = (
 @pytest.fixture
 def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return a word that marks all processes of a test; those that are left are killed."""
-    monkeypatch.setenv(MARK, str(tmp_path))
+    monkeypatch.setenv(MARK_VARIABLE, str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{ROOT}")
     yield str(tmp_path)
-    for pid in processes(str(tmp_path)):
+    for pid in find_processes(str(tmp_path)):
         os.kill(pid, signal.SIGKILL)
 
 
@@ -53,12 +63,14 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def forked_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run agents as forks in tests that check records of a job, not its processes."""
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{ROOT}")
-    as_fork.agents(monkeypatch.setattr)
+    as_fork.replace_agents(monkeypatch.setattr)
 
 
-def job(folder: Path) -> Job:
+def make_job_arguments(folder: Path) -> Job:
     """Return the arguments of a job of two ranks and one point that hangs."""
-    return Job(kind="sweep", tag="tp2-0", folder=str(folder), device="cpu", points=[point(2, 66)], settings=Settings())
+    return Job(
+        kind="sweep", tag="tp2-0", folder=str(folder), device="cpu", points=[make_point(2, 66)], settings=Settings()
+    )
 
 
 class TestKilled:
@@ -68,14 +80,14 @@ class TestKilled:
         command = [sys.executable, str(HERE / "dcpbench_fake.py"), *SWEEP]
         run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         wait_until((tmp_path / "run" / "records.jsonl").exists, "the first point")
-        wait_until(lambda: len(of_role(mark, RANK)) == 2, "both ranks")
+        wait_until(lambda: len(find_by_role(mark, RANK)) == 2, "both ranks")
         if with_agent:
             run.send_signal(signal.SIGSTOP)  # the command must not notice the death of its agent
-            for pid in of_role(mark, AGENT):
+            for pid in find_by_role(mark, AGENT):
                 os.kill(pid, signal.SIGKILL)
         run.kill()
         run.wait()
-        wait_until(lambda: not processes(mark), "no process is left")
+        wait_until(lambda: not find_processes(mark), "no process is left")
         with folders.lock_folder(tmp_path / "run"):
             assert [r.outcome for r in read_records(tmp_path / "run")] == ["ok"]
 
@@ -96,11 +108,11 @@ class TestKilled:
 
     def test_ranks_that_are_still_importing_are_killed_with_their_agent(self, mark: str, tmp_path: Path) -> None:
         """The ranks have reported no event yet, and their import takes ten minutes."""
-        with Running(job(tmp_path), RendezvousOptions(), "importing_worker"):
-            wait_until(lambda: len(of_role(mark, RANK)) == 2, "both ranks")
-            (agent,) = of_role(mark, AGENT)
+        with Running(make_job_arguments(tmp_path), RendezvousOptions(), "importing_worker"):
+            wait_until(lambda: len(find_by_role(mark, RANK)) == 2, "both ranks")
+            (agent,) = find_by_role(mark, AGENT)
             os.kill(agent, signal.SIGKILL)
-            wait_until(lambda: set(processes(mark)) <= {agent}, "no rank is left")
+            wait_until(lambda: set(find_processes(mark)) <= {agent}, "no rank is left")
 
     @pytest.mark.long
     def test_ranks_of_a_bench_are_killed_with_their_command(self, mark: str, tmp_path: Path) -> None:
@@ -109,39 +121,39 @@ class TestKilled:
         bench = subprocess.Popen(
             command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
-        wait_until(lambda: any("fake_bench_worker" in words for words in processes(mark).values()), "a rank")
+        wait_until(lambda: any("fake_bench_worker" in words for words in find_processes(mark).values()), "a rank")
         bench.kill()
         bench.wait()
-        wait_until(lambda: not processes(mark), "no process is left")
+        wait_until(lambda: not find_processes(mark), "no process is left")
 
     def test_agent_killed_between_two_points_fails_neither_point(self, mark: str, tmp_path: Path) -> None:
         """Point 300 is recorded, and 101 has not started, so it runs in another job."""
 
         def watch(event: Progress) -> None:
-            if event.stage == "done" and event.key == point(2, 300).get_key():
-                os.kill(of_role(mark, AGENT)[0], signal.SIGKILL)
+            if event.stage == "done" and event.key == make_point(2, 300).get_key():
+                os.kill(find_by_role(mark, AGENT)[0], signal.SIGKILL)
 
-        launcher.run_points([point(2, 300), point(2, 101)], work(tmp_path), RendezvousOptions(), watch)
-        assert outcomes(read_records(tmp_path)) == [(2, 300, "ok"), (2, 101, "ok")]
+        launcher.run_points([make_point(2, 300), make_point(2, 101)], work(tmp_path), RendezvousOptions(), watch)
+        assert list_outcomes(read_records(tmp_path)) == [(2, 300, "ok"), (2, 101, "ok")]
 
     def test_agent_killed_during_a_point_is_named_in_the_reason(self, mark: str, tmp_path: Path) -> None:
         def watch(event: Progress) -> None:
             if event.stage == "measure":
-                os.kill(of_role(mark, AGENT)[0], signal.SIGKILL)
+                os.kill(find_by_role(mark, AGENT)[0], signal.SIGKILL)
 
-        launcher.run_points([point(2, 66)], work(tmp_path), RendezvousOptions(), watch)
+        launcher.run_points([make_point(2, 66)], work(tmp_path), RendezvousOptions(), watch)
         (record,) = read_records(tmp_path)
         assert record.reason == "torchrun itself was ended by signal 9 (SIGKILL), and its ranks with it"
-        assert not processes(mark)
+        assert not find_processes(mark)
 
     def test_rank_killed_together_with_its_supervisor_is_named(self, mark: str, tmp_path: Path) -> None:
         """No file states how the rank ended, but torchrun's log does."""
 
         def watch(event: Progress) -> None:
             if event.stage == "measure":
-                os.kill(of_role(mark, ACCOUNT)[0], signal.SIGKILL)
+                os.kill(find_by_role(mark, ACCOUNT)[0], signal.SIGKILL)
 
-        launcher.run_points([point(2, 66)], work(tmp_path), RendezvousOptions(), watch)
+        launcher.run_points([make_point(2, 66)], work(tmp_path), RendezvousOptions(), watch)
         (record,) = read_records(tmp_path)
         assert re.match(r"rank \d was killed by signal 9 \(out of memory is the usual cause", str(record.reason))
         assert record.detail["exit_code"] == "-9"
@@ -153,11 +165,11 @@ class TestKilled:
         def watch(event: Progress) -> None:
             seen.append(event.stage)
             if event.stage == "measure":
-                os.kill(of_role(mark, AGENT)[0], signal.SIGSTOP)
+                os.kill(find_by_role(mark, AGENT)[0], signal.SIGSTOP)
 
-        launcher.run_points([point(2, 100)], work(tmp_path, timeout=300), RendezvousOptions(), watch)
+        launcher.run_points([make_point(2, 100)], work(tmp_path, timeout=300), RendezvousOptions(), watch)
         assert "stopped" in seen
-        assert outcomes(read_records(tmp_path)) == [(2, 100, "ok")]
+        assert list_outcomes(read_records(tmp_path)) == [(2, 100, "ok")]
 
 
 class TestLock:
@@ -165,14 +177,14 @@ class TestLock:
         """The launcher's descriptor is closed and its id is not in the file, so the agent's id comes first."""
         lock = os.open(tmp_path / LOCK_FILE, os.O_RDWR | os.O_CREAT)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with Running(job(tmp_path), RendezvousOptions(), "fake_worker", lock):
+        with Running(make_job_arguments(tmp_path), RendezvousOptions(), "fake_worker", lock):
             os.close(lock)
-            wait_until(lambda: len(of_role(mark, RANK)) == 2, "both ranks")
-            (agent,), ranks = of_role(mark, AGENT), of_role(mark, RANK)
+            wait_until(lambda: len(find_by_role(mark, RANK)) == 2, "both ranks")
+            (agent,), ranks = find_by_role(mark, AGENT), find_by_role(mark, RANK)
             pids = [int(word) for word in (tmp_path / LOCK_FILE).read_text().split()]
             assert (pids[0], sorted(pids[1:])) == (agent, ranks)
             for pid in (agent, *ranks):
-                assert str(tmp_path / LOCK_FILE) in opened(pid)
+                assert str(tmp_path / LOCK_FILE) in list_open_files(pid)
             with pytest.raises(OutputError, match=rf"still writing here; .* end it \(pid {agent}\)"):
                 folders.lock_folder(tmp_path).__enter__()
         with folders.lock_folder(tmp_path):
@@ -182,7 +194,7 @@ class TestLock:
     def test_process_that_reuses_the_id_of_a_rank_is_not_killed(self, tmp_path: Path) -> None:
         """A rank's file has its start time; the other process started earlier, and outlives the job."""
         other = subprocess.Popen(["sleep", "600"])
-        with Running(job(tmp_path), RendezvousOptions(), "fake_worker") as running:
+        with Running(make_job_arguments(tmp_path), RendezvousOptions(), "fake_worker") as running:
             wait_until(lambda: len(running.find_pids()) == 2, "both ranks")
             rank = running.find_pids()[1]
             content = (tmp_path / "rank-1.pid").read_text()
@@ -209,7 +221,7 @@ class TestBlame:
     @pytest.mark.long
     def test_rank_that_ended_first_is_blamed(self, context: int, reason: str, code: str, tmp_path: Path) -> None:
         """Rank 0 raises an error because its connection was closed; rank 1 ended without a message."""
-        launcher.run_points([point(2, context)], work(tmp_path), RendezvousOptions(), lambda _: None)
+        launcher.run_points([make_point(2, context)], work(tmp_path), RendezvousOptions(), lambda _: None)
         (record,) = read_records(tmp_path)
         assert re.fullmatch(reason, str(record.reason)), record.reason
         assert str(record.advice).startswith("Read logs/tp2-0 ")
@@ -225,16 +237,16 @@ class TestListening:
         seen: dict[str, set[str]] = {}
 
         def watch(event: Progress) -> None:
-            seen.setdefault(event.stage, set()).update(listening(mark))
+            seen.setdefault(event.stage, set()).update(list_listening_addresses(mark))
 
-        points = [point(2, 16), msgspec.structs.replace(point(2, 16), dcp=2, exchange="ag_rs")]
+        points = [make_point(2, 16), msgspec.structs.replace(make_point(2, 16), dcp=2, exchange="ag_rs")]
         settings = Settings(seconds=0.2, profile=False)
         engines = tuple(plan_engines(points, settings, Probe(device="cpu", count=0, name="CPU")))
         real = msgspec.structs.replace(
             work(tmp_path), worker="dcpbench.worker", settings=settings, timeout=300, engines=engines
         )
         launcher.run_points(points, real, RendezvousOptions(), watch)
-        assert outcomes(read_records(tmp_path)) == [(2, 16, "ok")] * 2
+        assert list_outcomes(read_records(tmp_path)) == [(2, 16, "ok")] * 2
         assert seen["measure"] == {"0100007F"}
         assert set().union(*seen.values()) == {"0100007F"}
 
@@ -246,7 +258,7 @@ class TestListening:
         )
         seen: set[str] = set()
         while bench.poll() is None:
-            seen |= listening(mark)
+            seen |= list_listening_addresses(mark)
             time.sleep(POLL_INTERVAL_S)
         assert bench.returncode == 0
         assert seen == {"0100007F"}
@@ -275,7 +287,7 @@ class TestLimits:
         monkeypatch.setattr(jobs, "MIN_STAGE_LIMIT_S", 2.0)
         importing = msgspec.structs.replace(work(tmp_path, timeout=1e-6), worker="importing_worker")
         with pytest.raises(WorkerError, match="gave no sign of life for 2 s before its first point, twice"):
-            launcher.run_points([point(2, 100)], importing, RendezvousOptions(), lambda _: None)
+            launcher.run_points([make_point(2, 100)], importing, RendezvousOptions(), lambda _: None)
 
 
 class TestFolder:
@@ -291,25 +303,25 @@ class TestFolder:
             pytest.raises(OutputError, match=r"was removed or moved .* add --resume"),
         ):
             launcher.run_points(
-                [point(2, 66), point(2, 101)],
+                [make_point(2, 66), make_point(2, 101)],
                 msgspec.structs.replace(work(folder), lock=lock),
                 RendezvousOptions(),
                 watch,
             )
         assert not folder.exists()
-        assert not processes(mark)
+        assert not find_processes(mark)
 
     @pytest.mark.usefixtures("mark")
     def test_full_disk_raises_an_error_and_keeps_earlier_records(self, tmp_path: Path) -> None:
         """Rank 0 cannot append its record, no point is blamed, and the report can be written elsewhere."""
-        points = [point(2, 100), point(2, 28), point(2, 101)]
+        points = [make_point(2, 100), make_point(2, 28), make_point(2, 101)]
         with pytest.raises(DiskError) as caught:
             launcher.run_points(points, work(tmp_path), RendezvousOptions(), lambda _: None)
         assert "no space is left on its disk. No point is to blame, and what was recorded before is safe" in str(
             caught.value
         )
         assert f"`dcpbench report {tmp_path} -o ELSEWHERE`" in str(caught.value)
-        assert outcomes(read_records(tmp_path)) == [(2, 100, "ok")]
+        assert list_outcomes(read_records(tmp_path)) == [(2, 100, "ok")]
 
     def test_full_disk_during_writes_of_the_launcher_raises_the_same_error(self, tmp_path: Path) -> None:
         with pytest.raises(DiskError, match="no space is left"), folders.convert_write_errors(tmp_path):

@@ -18,7 +18,7 @@ from dcpbench.records.record import Conditions, Environment
 from dcpbench.reports.reproduce import build_command
 from dcpbench.serving.step_times import Case, Chunks, Decodes, MeasuredCase, StepTimes, write_step_times
 from tests.cli.typed import ENV, Typed
-from tests.cli.waiting import is_gone, until
+from tests.cli.waiting import is_gone, wait_until
 from tests.unit.step_times_builder import make_path
 
 HERE = Path(__file__).parent
@@ -80,7 +80,7 @@ def start(folder: Path, input_tokens: int, **env: str) -> subprocess.Popen[str]:
     run = subprocess.Popen(
         [*command, "-o", "run"], cwd=folder, env=ENV | env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
-    until(lambda: len(list((folder / "run").glob("waits-*"))) == 2, run)
+    wait_until(lambda: len(list((folder / "run").glob("waits-*"))) == 2, run)
     return run
 
 
@@ -118,7 +118,7 @@ def test_second_interrupt_kills_the_ranks(tmp_path: Path) -> None:
     assert "Traceback" not in err
     assert not (tmp_path / "run" / "records.jsonl").exists()
     assert len(pids) == 2
-    until(lambda: all(map(is_gone, pids)))
+    wait_until(lambda: all(map(is_gone, pids)))
 
 
 def test_dry_run_lists_loads_and_reasons(call) -> None:

@@ -235,7 +235,7 @@ RUNS: dict[str, Any] = {"running": {}}
 ENDED = "2026-01-01T00:00:09Z"
 
 
-def ended(code: int, at: str = ENDED) -> dict[str, Any]:
+def make_terminated_state(code: int, at: str = ENDED) -> dict[str, Any]:
     return {"terminated": {"exitCode": code, "finishedAt": at}}
 
 
@@ -254,8 +254,8 @@ class TestKubernetes:
         cluster.gets(
             job_and_pods(pod(0, {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}})),
             job_and_pods(pod(0, RUNS), pod(1, RUNS)),
-            job_and_pods(pod(0, RUNS), pod(1, ended(0))),
-            job_and_pods(pod(0, ended(0)), pod(1, ended(0)), type="Complete"),
+            job_and_pods(pod(0, RUNS), pod(1, make_terminated_state(0))),
+            job_and_pods(pod(0, make_terminated_state(0)), pod(1, make_terminated_state(0)), type="Complete"),
         )
         done = kubernetes(typed, *SWEEP, "-o", "run")
         assert done.returncode == 0, done.stderr
@@ -289,7 +289,10 @@ class TestKubernetes:
     def test_first_failed_pod_is_reported_as_the_cause(self, cluster: Cluster, typed: Typed) -> None:
         """Kubernetes terminates node 0 (exit code 143) after node 1 has failed, so node 1 is the cause."""
         cluster.log("2026-01-01T00:00:01Z no room")
-        pods = pod(0, ended(143, "2026-01-01T00:00:08Z")), pod(1, ended(3, "2026-01-01T00:00:02Z"))
+        pods = (
+            pod(0, make_terminated_state(143, "2026-01-01T00:00:08Z")),
+            pod(1, make_terminated_state(3, "2026-01-01T00:00:02Z")),
+        )
         cluster.gets(job_and_pods(*pods, type="Failed", reason="BackoffLimitExceeded"))
         done = kubernetes(typed, *SWEEP)
         assert done.returncode == 3
@@ -302,8 +305,10 @@ class TestKubernetes:
     ) -> None:
         """The second job resumes the run and has a new name, because the first job may still exist."""
         drained = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
-        lost = pod(1, ended(143), conditions=[drained])
-        cluster.gets(job_and_pods(pod(0, ended(143)), lost, type="Failed"), job_and_pods(type="Complete"))
+        lost = pod(1, make_terminated_state(143), conditions=[drained])
+        cluster.gets(
+            job_and_pods(pod(0, make_terminated_state(143)), lost, type="Failed"), job_and_pods(type="Complete")
+        )
         (cluster.folder / "keeps-answers").touch()
         done = kubernetes(typed, "--claim", "runs", "--restarts", restarts, *SWEEP)
         assert "lost the pod of node 1 (EvictionByEvictionAPI)." in done.stderr
@@ -320,10 +325,14 @@ class TestKubernetes:
 
     def test_run_is_fetched_after_node_0_has_terminated(self, cluster: Cluster, typed: Typed) -> None:
         """Node 0 is still running when node 1 has failed, so its final state is waited for."""
-        failed = pod(1, ended(3))
+        failed = pod(1, make_terminated_state(3))
         cluster.gets(
             job_and_pods(pod(0, RUNS), failed, type="Failed"),
-            job_and_pods(pod(0, ended(143)), failed | {"status": pod(1, ended(3, "1970"))["status"]}, type="Failed"),
+            job_and_pods(
+                pod(0, make_terminated_state(143)),
+                failed | {"status": pod(1, make_terminated_state(3, "1970"))["status"]},
+                type="Failed",
+            ),
         )
         cluster.log(f"2026-01-01T00:00:03Z {k8s.ENDED} 143")
         done = kubernetes(typed, *SWEEP, "-o", "run")
@@ -342,7 +351,7 @@ class TestKubernetes:
         assert 0 < calls.index(" tar ") < calls.index(" delete ")
 
     def test_job_past_its_deadline_suggests_a_longer_time(self, cluster: Cluster, typed: Typed) -> None:
-        cluster.gets(job_and_pods(pod(0, ended(143)), type="Failed", reason="DeadlineExceeded"))
+        cluster.gets(job_and_pods(pod(0, make_terminated_state(143)), type="Failed", reason="DeadlineExceeded"))
         done = kubernetes(typed, "--time", "30", *SWEEP)
         assert done.returncode == 4
         assert "ran into its time limit; give it more with --time." in done.stderr

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dcpbench.records.file import read_records
-from tests.cli.two_nodes import PACKAGES, TwoNodes, missing
+from tests.cli.two_nodes import PACKAGES, TwoNodes, list_missing_programs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,8 +26,8 @@ SWEEP = ("sweep", "--tp", "2", "--dcp", "1", "--model", "tiny", "--device", "cpu
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(
-        bool(missing()) and not os.environ.get("CI"),
-        reason=f"there is no {', '.join(missing())} here; on Debian: apt-get install {PACKAGES}",
+        bool(list_missing_programs()) and not os.environ.get("CI"),
+        reason=f"there is no {', '.join(list_missing_programs())} here; on Debian: apt-get install {PACKAGES}",
     ),
 ]
 
@@ -72,13 +72,13 @@ class Submitted:
         return log.stem
 
 
-def records(run: Path) -> int:
+def count_records(run: Path) -> int:
     """Return the number of records of a run, which may still be running."""
     path = run / "records.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def processes(run: Path) -> list[str]:
+def find_run_processes(run: Path) -> list[str]:
     """Return the command lines of live processes that name the run."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -91,11 +91,11 @@ def processes(run: Path) -> list[str]:
     return found
 
 
-def left(submitted: Submitted) -> list[str]:
+def find_remains(submitted: Submitted) -> list[str]:
     """Return the queue entries, processes and secret that remain of a job."""
     secret = submitted.run / "submit" / "secret"
     queued = submitted.cluster.ask("squeue", "--noheader")
-    return [*queued.splitlines(), *processes(submitted.run), *([str(secret)] if secret.exists() else [])]
+    return [*queued.splitlines(), *find_run_processes(submitted.run), *([str(secret)] if secret.exists() else [])]
 
 
 def test_sweep_over_two_nodes_succeeds(cluster: TwoNodes, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_sweep_over_two_nodes_succeeds(cluster: TwoNodes, tmp_path: Path) -> Non
     assert "has ended well." in output
     assert (run / "logs" / "tp2-0" / "rank-0.exit").exists()
     assert (run / "nodes" / "1" / "logs" / "tp2-0" / "rank-1.exit").exists()
-    assert left(submitted) == []
+    assert find_remains(submitted) == []
     kept = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
     assert value.encode() not in kept
 
@@ -126,7 +126,7 @@ def test_submit_returns_the_exit_code_of_a_failed_run(cluster: TwoNodes, tmp_pat
     assert code == 2, output
     assert "no-such-model" in output
     assert re.search(r"Slurm job \d+ has ended with exit code 2; read .*\.log\.", output)
-    assert left(submitted) == []
+    assert find_remains(submitted) == []
 
 
 def test_rank_killed_on_node_1_is_recorded_by_node_0(cluster: TwoNodes, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_rank_killed_on_node_1_is_recorded_by_node_0(cluster: TwoNodes, tmp_path
     (record,) = read_records(run)
     assert record.outcome == "failed"
     assert "rank 1 was killed by signal 9" in str(record.reason)
-    assert left(submitted) == []
+    assert find_remains(submitted) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminated"])
@@ -152,19 +152,19 @@ def test_interrupted_submit_cancels_the_job_and_keeps_its_records(
     """When the first record is written, both nodes are running and minutes of points remain."""
     run = tmp_path / "run"
     submitted = Submitted(cluster, run, *SWEEP, "--context", "100,200,300", "--seconds", "60")
-    submitted.until(lambda: len([p for p in processes(run) if "dcpbench.worker" in p]) >= 2)
+    submitted.until(lambda: len([p for p in find_run_processes(run) if "dcpbench.worker" in p]) >= 2)
     submitted.process.send_signal(number)
     code, output = submitted.ended()
     assert code == (130 if number == signal.SIGINT else 143), output
     assert "is cancelled. What was measured is in" in output
-    assert left(submitted) == []
+    assert find_remains(submitted) == []
 
 
 def test_requeued_job_measures_only_the_remaining_points(cluster: TwoNodes, tmp_path: Path) -> None:
     """`scontrol requeue` restarts the job as after a lost node; each of two points has one record in the end."""
     run = tmp_path / "run"
     submitted = Submitted(cluster, run, *SWEEP, "--context", "100,200", "--seconds", "4")
-    submitted.until(lambda: records(run) >= 1)
+    submitted.until(lambda: count_records(run) >= 1)
     cluster.ask("scontrol", "requeue", submitted.job)
     code, output = submitted.ended()
     assert code == 0, output
@@ -172,4 +172,4 @@ def test_requeued_job_measures_only_the_remaining_points(cluster: TwoNodes, tmp_
     assert "already measured" in output
     counts = Counter(r.point.context for r in read_records(run) if r.outcome == "ok")
     assert counts == {100: 1, 200: 1}
-    assert left(submitted) == []
+    assert find_remains(submitted) == []

@@ -38,7 +38,7 @@ class Shell:
 
     def __init__(self, folder: Path, capture: pytest.CaptureFixture[str]) -> None:
         self.folder = folder
-        self.report: Callable[[], Report] = lambda: build.report(build.site())
+        self.report: Callable[[], Report] = lambda: build.make_report(build.make_site())
         self.seen: dict[str, Any] = {}
         self._capture = capture
         (folder / "t.json").write_text("{}")
@@ -69,15 +69,15 @@ class TestExitCodes:
     @pytest.mark.parametrize(
         ("report", "args", "code"),
         [
-            (build.report, [], 0),
-            (lambda: build.report(build.site()), [], 1),
-            (lambda: build.report(build.site()), ["--allow", "kv.check_all"], 0),
-            (lambda: build.report(build.site()), ["--max-per-step", "1"], 0),
-            (lambda: build.report(build.site()), ["--max-per-step", "0.5"], 1),
-            (lambda: build.report(build.site()), ["--max-bubble-us", "299"], 1),
-            (lambda: build.report(build.site()), ["--max-bubble-us", "300"], 0),
-            (lambda: build.report(traces=[build.trace(gpu_events=0)]), [], 3),
-            (lambda: build.report(traces=[build.trace(steps=None)]), ["--max-per-step", "1"], 3),
+            (build.make_report, [], 0),
+            (lambda: build.make_report(build.make_site()), [], 1),
+            (lambda: build.make_report(build.make_site()), ["--allow", "kv.check_all"], 0),
+            (lambda: build.make_report(build.make_site()), ["--max-per-step", "1"], 0),
+            (lambda: build.make_report(build.make_site()), ["--max-per-step", "0.5"], 1),
+            (lambda: build.make_report(build.make_site()), ["--max-bubble-us", "299"], 1),
+            (lambda: build.make_report(build.make_site()), ["--max-bubble-us", "300"], 0),
+            (lambda: build.make_report(traces=[build.make_trace(gpu_events=0)]), [], 3),
+            (lambda: build.make_report(traces=[build.make_trace(steps=None)]), ["--max-per-step", "1"], 3),
         ],
     )
     @pytest.mark.parametrize("form", ["table", "json", "sarif", "junit", "github", "markdown"])
@@ -133,7 +133,7 @@ class TestOutput:
 
     def test_pipe_gets_140_columns_without_colours(self, syncs: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "40")
-        syncs.report = build.all_kinds
+        syncs.report = build.make_report_of_all_kinds
         lines = syncs("scan", "t.json")[1].splitlines()
         assert 110 < max(map(len, lines)) <= 140
         assert not any("\x1b" in line for line in lines)
@@ -142,7 +142,7 @@ class TestOutput:
         summary = syncs.folder / "summary.md"
         summary.write_text("# before\n")
         monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
-        syncs.report = lambda: build.report(*(build.site(f"s{n}") for n in range(12)))
+        syncs.report = lambda: build.make_report(*(build.make_site(f"s{n}") for n in range(12)))
         _, out, _ = syncs("scan", "t.json", "--format", "github")
         text = summary.read_text()
         assert out.count("::error ") == 10
@@ -210,7 +210,7 @@ class TestSettings:
         assert syncs.seen["root"] == syncs.folder
         assert syncs("scan", "t.json", "--max-per-step", "1", "--step-range", "x")[0] == 0
         assert syncs.seen["step_range"] == "x"
-        syncs.report = lambda: build.report(build.site(function="sample"))
+        syncs.report = lambda: build.make_report(build.make_site(function="sample"))
         assert syncs("scan", "t.json")[0] == 0
 
     def test_settings_are_read_from_the_given_root(self, syncs: Shell) -> None:
@@ -231,7 +231,7 @@ class TestBaseline:
         code, out, _ = syncs("baseline", "t.json", "-o", "b.json")
         assert (code, out.splitlines()[-1]) == (0, "Wrote b.json")
         assert syncs("scan", "t.json", "--baseline", "b.json")[0] == 0
-        syncs.report = lambda: build.report(build.site(), build.site("new"))
+        syncs.report = lambda: build.make_report(build.make_site(), build.make_site("new"))
         assert syncs("scan", "t.json", "--baseline", "b.json")[0] == 1
 
     def test_baseline_is_written_to_the_path_of_pyproject(self, syncs: Shell) -> None:
@@ -254,14 +254,16 @@ class TestBaseline:
             assert "link.json is itself read; give another file with -o" in err
 
     def test_inconclusive_trace_gives_no_baseline(self, syncs: Shell) -> None:
-        syncs.report = lambda: build.report(build.site(), traces=[build.trace(complete=False)])
+        syncs.report = lambda: build.make_report(build.make_site(), traces=[build.make_trace(complete=False)])
         code, _, err = syncs("baseline", "t.json", "-o", "b.json")
         assert code == 3
         assert "ends early" in err
         assert not (syncs.folder / "b.json").exists()
 
     def test_baseline_without_steps_warns_about_total_counts(self, syncs: Shell) -> None:
-        syncs.report = lambda: build.report(build.site(count_per_step=None), traces=[build.trace(steps=None)])
+        syncs.report = lambda: build.make_report(
+            build.make_site(count_per_step=None), traces=[build.make_trace(steps=None)]
+        )
         code, _, err = syncs("baseline", "t.json")
         assert code == 0
         assert "--step-range" in err

@@ -29,7 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def syncs(*args: str) -> int:
+def run_syncs(*args: str) -> int:
     """Return the exit code of `dcpbench syncs ARGS`."""
     with pytest.raises(SystemExit) as ended:
         cli.main(["syncs", *args])
@@ -40,19 +40,19 @@ def syncs(*args: str) -> int:
 def test_report_is_refused_as_a_baseline(here: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     """With a report as the baseline all of its sites would pass, or none."""
     (here / "report.json").write_text(text)
-    assert syncs("scan", "t.json", "--baseline", "report.json") == 2
+    assert run_syncs("scan", "t.json", "--baseline", "report.json") == 2
     assert "dcpbench syncs baseline TRACE -o FILE" in capsys.readouterr().err
 
 
 def test_control_characters_of_file_names_are_escaped_in_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    assert syncs("scan", "gone\x1b]0;.json") == 2
+    assert run_syncs("scan", "gone\x1b]0;.json") == 2
     err = capsys.readouterr().err
     assert "gone\\x1b]0;.json" in err
     assert "\x1b" not in err
 
 
 def test_error_without_steps_lists_ranges_that_could_mark_them(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert syncs("scan", str(here / "t.json"), "--format", "json") == 0
+    assert run_syncs("scan", str(here / "t.json"), "--format", "json") == 0
     (trace,) = json.loads(capsys.readouterr().out)["traces"]
     assert any("Ranges in this trace: 'decode' (1), 'sample' (1)." in note for note in trace["coverage"]["notes"])
 
@@ -63,7 +63,7 @@ def test_trace_given_twice_is_counted_once_and_reported(here: Path, capsys: pyte
     trace.call("cudaStreamSynchronize", 0, 50)
     for name, pack in (("a.json", bytes), ("b.json", bytes), ("a.json.gz", gzip.compress)):
         (here / name).write_bytes(pack(trace.text().encode()))
-    assert syncs("scan", "a.json", "b.json", "a.json.gz", "--format", "json") == 1
+    assert run_syncs("scan", "a.json", "b.json", "a.json.gz", "--format", "json") == 1
     out = capsys.readouterr()
     assert json.loads(out.out)["totals"]["syncs"] == 1
     for name in ("b.json", "a.json.gz"):
@@ -74,7 +74,7 @@ def test_missing_working_directory_is_one_error_line(here: Path, capsys: pytest.
     (here / "gone").mkdir()
     os.chdir(here / "gone")
     (here / "gone").rmdir()
-    assert syncs("scan", str(here / "t.json")) == 2
+    assert run_syncs("scan", str(here / "t.json")) == 2
     assert "change to another one with cd" in capsys.readouterr().err
 
 

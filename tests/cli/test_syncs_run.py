@@ -51,7 +51,7 @@ def script(folder: Path, text: str, name: str = "script.py") -> str:
 
 
 def record(
-    tmp_path: Path, *command: str, start: Callable[..., int] = forks.start, **options: object
+    tmp_path: Path, *command: str, start: Callable[..., int] = forks.run_command, **options: object
 ) -> tuple[int, dict[str, dict], list[Note]]:
     """Return (exit code, traces by file name, notes) of a program."""
     folder = tmp_path / "traces"
@@ -80,13 +80,13 @@ def trace_of_three(three: tuple[Path, int, list[Note]]) -> dict:
     return json.loads(path.read_text())
 
 
-def named(trace: dict, name: str) -> list[dict]:
+def find_named(trace: dict, name: str) -> list[dict]:
     return [event for event in trace["traceEvents"] if event.get("name", "").startswith(name)]
 
 
-def steps_of(trace: dict) -> list[int]:
+def list_steps(trace: dict) -> list[int]:
     """Return the numbers of marked steps in order of time."""
-    marks = [event for event in named(trace, "ProfilerStep#") if event["ph"] == "X"]
+    marks = [event for event in find_named(trace, "ProfilerStep#") if event["ph"] == "X"]
     return [int(e["name"].partition("#")[2]) for e in sorted(marks, key=lambda e: e["ts"])]
 
 
@@ -97,16 +97,16 @@ class TestSteps:
     ) -> None:
         _, code, notes = three
         assert code == 0
-        assert steps_of(trace_of_three) == [0, 1, 2]
-        assert len(named(trace_of_three, "aten::item")) == 3
+        assert list_steps(trace_of_three) == [0, 1, 2]
+        assert len(find_named(trace_of_three, "aten::item")) == 3
         events = trace_of_three["traceEvents"]
         assert [e for e in events if "train_step" in e["name"] and e["cat"] == "python_function"]
         assert (notes[0].steps, notes[0].problems) == (3, [])
 
     def test_step_lasts_from_one_call_of_the_model_to_the_next(self, trace_of_three: dict) -> None:
         """The step includes `.item()` after the model's call; inner modules are no steps."""
-        items = sorted(event["ts"] for event in named(trace_of_three, "aten::item"))
-        steps = [e for e in named(trace_of_three, "ProfilerStep#") if e["ph"] == "X"]
+        items = sorted(event["ts"] for event in find_named(trace_of_three, "aten::item"))
+        steps = [e for e in find_named(trace_of_three, "ProfilerStep#") if e["ph"] == "X"]
         marks = sorted((e["ts"], e["ts"] + e["dur"]) for e in steps)
         assert [start < item < end for item, (start, end) in zip(items, marks, strict=True)] == [True] * 3
 
@@ -116,8 +116,8 @@ class TestSteps:
         code, traces, _ = record(tmp_path, name, warmup=3, steps=2)
         (trace,) = traces.values()
         assert code == 0
-        assert steps_of(trace) == [3, 4]
-        assert len(named(trace, "aten::item")) == 2
+        assert list_steps(trace) == [3, 4]
+        assert len(find_named(trace, "aten::item")) == 2
 
     @pytest.mark.parametrize("step", ["training:train_step", "training:Trainer.step", "training:Trainer.shared"])
     def test_named_function_is_a_step(self, tmp_path: Path, program: Path, step: str) -> None:
@@ -130,7 +130,7 @@ class TestSteps:
         name = script(program, "from training import Trainer, train_step\nfor _ in range(4): Trainer.shared()")
         _, traces, notes = record(tmp_path, name, warmup=1, steps=2, step=step)
         (trace,) = traces.values()
-        assert steps_of(trace) == [1, 2]
+        assert list_steps(trace) == [1, 2]
         assert notes[0].problems == []
 
     def test_function_of_the_script_is_a_step_after_the_first_model_call(self, tmp_path: Path, program: Path) -> None:
@@ -138,20 +138,20 @@ class TestSteps:
         text = "import training\ndef step(): training.train_step()\nfor _ in range(4): step()"
         _, traces, _ = record(tmp_path, script(program, text), step="__main__:step")
         (trace,) = traces.values()
-        assert steps_of(trace) == [0, 1, 2]
+        assert list_steps(trace) == [0, 1, 2]
 
     def test_coroutine_is_a_step(self, tmp_path: Path, program: Path) -> None:
         (program / "training.py").write_text(MODEL + "\nasync def serve(): return train_step()\n")
         text = "import asyncio, training\nfor _ in range(3): asyncio.run(training.serve())"
         _, traces, _ = record(tmp_path, script(program, text), warmup=1, steps=1, step="training:serve")
         (trace,) = traces.values()
-        assert (steps_of(trace), len(named(trace, "aten::item"))) == ([1], 1)
+        assert (list_steps(trace), len(find_named(trace, "aten::item"))) == ([1], 1)
 
     def test_steps_of_other_threads_are_recorded(self, tmp_path: Path, program: Path) -> None:
         text = "import threading, training\nt = threading.Thread(target=training.loop, args=(3,)); t.start(); t.join()"
         _, traces, _ = record(tmp_path, script(program, text))
         (trace,) = traces.values()
-        assert len(named(trace, "aten::item")) == 3
+        assert len(find_named(trace, "aten::item")) == 3
 
 
 class TestProcesses:
@@ -175,7 +175,7 @@ class TestProcesses:
             tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", name, steps=2
         )
         assert code == 0
-        ranks = {trace["distributedInfo"]["rank"]: steps_of(trace) for trace in traces.values()}
+        ranks = {trace["distributedInfo"]["rank"]: list_steps(trace) for trace in traces.values()}
         assert ranks == {0: [0, 1], 1: [0, 1]}
 
     @pytest.mark.long
@@ -190,7 +190,7 @@ class TestProcesses:
         """,
         )
         _, traces, _ = record(tmp_path, name)
-        assert sorted(steps_of(trace) for trace in traces.values()) == [[], [0, 1, 2]]
+        assert sorted(list_steps(trace) for trace in traces.values()) == [[], [0, 1, 2]]
 
     def test_forked_child_of_a_recorded_process_is_not_recorded(self, tmp_path: Path, program: Path) -> None:
         """Workers of a DataLoader are such children; they cannot use CUDA either."""
@@ -206,7 +206,7 @@ class TestProcesses:
         )
         code, traces, notes = record(tmp_path, name)
         assert code == 0
-        assert [steps_of(trace) for trace in traces.values()] == [[0, 1]]
+        assert [list_steps(trace) for trace in traces.values()] == [[0, 1]]
         assert [note.cuda for note in notes] == [True]
 
     @pytest.mark.parametrize("end", ["", "os._exit(0)"], ids=["returns", "_exit"])
@@ -228,7 +228,7 @@ class TestProcesses:
         )
         code, traces, notes = record(tmp_path, name, warmup=1)
         [(trace, events)] = traces.items()
-        assert (code, steps_of(events)) == (0, [1, 2, 3])
+        assert (code, list_steps(events)) == (0, [1, 2, 3])
         assert trace in {f"EngineCore_DP0-pid{note.pid}.json" for note in notes}
         assert sorted(note.role for note in notes) == ["", "EngineCore DP0"]
 
@@ -237,7 +237,7 @@ class TestProcesses:
         text = "import os, signal, training\ntraining.loop(2)\nos.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()"
         code, traces, _ = record(tmp_path, script(program, text))
         assert code == -signal.SIGTERM
-        assert [steps_of(trace) for trace in traces.values()] == [[0, 1]]
+        assert [list_steps(trace) for trace in traces.values()] == [[0, 1]]
 
     def test_program_without_torch_leaves_no_files(self, tmp_path: Path, program: Path) -> None:
         code, traces, notes = record(tmp_path, script(program, "print(1)"), start=runs.run_process)
@@ -334,7 +334,7 @@ class TestUnchanged:
         """
         code, traces, notes = record(tmp_path, script(program, text))
         assert code == 0
-        assert [steps_of(trace) for trace in traces.values()] == [[0, 1]]
+        assert [list_steps(trace) for trace in traces.values()] == [[0, 1]]
         assert notes[0].cut
         assert "profiler itself" in notes[0].problems[0]
 
@@ -347,7 +347,7 @@ class TestUnchanged:
         """
         code, traces, _ = record(tmp_path, script(program, text), warmup=1, steps=4)
         assert code == 0
-        assert [steps_of(trace) for trace in traces.values()] == [[3, 4]]
+        assert [list_steps(trace) for trace in traces.values()] == [[3, 4]]
 
 
 class TestWhole:
@@ -371,7 +371,7 @@ class TestWhole:
     @pytest.fixture
     def forked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Start the program without a delay."""
-        monkeypatch.setattr(runs, "run_process", forks.start)
+        monkeypatch.setattr(runs, "run_process", forks.run_command)
 
     @pytest.fixture
     def replayed(self, three: tuple[Path, int, list[Note]]) -> str:

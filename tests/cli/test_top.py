@@ -31,7 +31,7 @@ ENV = {name: value for name, value in os.environ.items() if name not in {"COLUMN
 }
 """Without a size: processes of pytest-xdist have one, and it would stand for that of the terminal."""
 COMMAND = [sys.executable, str(HERE / "dcpbench_fake.py")]
-POINTS = [build.point(context) for context in (100, 200)]
+POINTS = [build.make_point(context) for context in (100, 200)]
 ENTER, LEAVE, HIDE_CURSOR, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25l", "\x1b[?25h"
 RUNNING = "2 × 200 tokens"
 
@@ -40,7 +40,7 @@ RUNNING = "2 × 200 tokens"
 def running(tmp_path: Path) -> Path:
     """Create a run with one measured and one unfinished point; the live process in its lock is this test's."""
     folder = tmp_path / "run"
-    job = build.job(folder, POINTS, device="cpu")
+    job = build.write_job(folder, POINTS, device="cpu")
     build.add_finished_point(job, folder, POINTS[0], 0, 10)
     build.add_event(job, 10, "measure", POINTS[1], "3/9 requests")
     (folder / ".lock").write_text(str(os.getpid()))
@@ -68,7 +68,7 @@ class Terminal:
 
     def until(self, text: str) -> None:
         """Read until the screen contains this text, apart from escape codes between its words."""
-        while text not in _plain(self.text):
+        while text not in _strip_escapes(self.text):
             ended = self.process.poll() is not None
             if select.select([self.main], [], [], 0.1)[0]:
                 self.text += os.read(self.main, 65536).decode()
@@ -94,7 +94,7 @@ class Terminal:
         return seen and termios.tcgetattr(self.side) == self.before
 
 
-def _plain(text: str) -> str:
+def _strip_escapes(text: str) -> str:
     return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", text)
 
 
@@ -141,7 +141,7 @@ class TestInATerminal:
         (running / ".lock").write_text("")
         assert shown.end() == 130
         assert shown.is_as_it_was()
-        assert "stopped with 1 left; go on with --resume" in " ".join(_plain(shown.text).split())
+        assert "stopped with 1 left; go on with --resume" in " ".join(_strip_escapes(shown.text).split())
 
     def test_terminal_is_restored_while_top_is_stopped(self, running: Path, terminal: list[Terminal]) -> None:
         """The test sends Ctrl-Z and then SIGCONT, as `fg` does."""
@@ -170,7 +170,7 @@ class TestInATerminal:
         termios.tcsetwinsize(shown.side, (40, 30))
         folded = "tiny tp2 reference, 2 × 200".ljust(30) + "\r\ntokens"
         shown.until(folded)
-        frame = _plain(shown.text).partition(folded)[2]
+        frame = _strip_escapes(shown.text).partition(folded)[2]
         assert max(len(line.rstrip("\r")) for line in frame.split("\n")) <= 30
 
     def test_dumb_terminal_gets_plain_lines(self, ended: Path, terminal: list[Terminal]) -> None:
@@ -249,7 +249,7 @@ def test_top_waits_for_the_run_to_start(tmp_path: Path, *, there: bool) -> None:
         assert ("holds no run" if there else "has not begun") in line
         assert "Waiting for it to begin; Ctrl-C ends this." in line
         (tmp_path / "made").mkdir()
-        job = build.job(tmp_path / "made", POINTS, device="cpu")
+        job = build.write_job(tmp_path / "made", POINTS, device="cpu")
         for number, point in enumerate(POINTS):
             build.add_finished_point(job, tmp_path / "made", point, 10 * number, 10 * number + 10)
         if there:

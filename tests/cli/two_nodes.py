@@ -55,7 +55,7 @@ PartitionName=both Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def missing() -> list[str]:
+def list_missing_programs() -> list[str]:
     """Return the programs of Slurm and munge that are not installed."""
     return [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
 
@@ -89,7 +89,7 @@ class TwoNodes:
             self._start("slurmctld", "-D")
             for node in NODES:
                 self._start("slurmd", "-D", "-N", node)
-            while self.ask("sinfo", "--noheader", "--format=%t %D") != "idle 2":
+            while self.run_command("sinfo", "--noheader", "--format=%t %D") != "idle 2":
                 self._check()
         except BaseException:
             self.__exit__()
@@ -97,15 +97,15 @@ class TwoNodes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Cancel jobs that a failed test left, since they would outlive the daemons."""
-        self.ask("scancel", f"--user={getpass.getuser()}")
-        while self.ask("squeue", "--noheader"):
+        """Cancel jobs that a failed test left, because they would run on after the daemons end."""
+        self.run_command("scancel", f"--user={getpass.getuser()}")
+        while self.run_command("squeue", "--noheader"):
             time.sleep(0.1)
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGTERM)
             daemon.wait()
 
-    def ask(self, *command: str) -> str:
+    def run_command(self, *command: str) -> str:
         """Return the output of a Slurm command; empty if it fails."""
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, check=False)
         return done.stdout.strip()

@@ -13,7 +13,7 @@ from dcpbench import cli
 from tests.cli import dcpbench_fake
 
 HERE = Path(__file__).parent
-ENV = os.environ | {  # environment for dcpbench_fake.py as a process with quick jobs
+ENV = os.environ | {  # environment in which dcpbench_fake.py runs as a process with quick jobs
     "PYTHONPATH": f"{HERE}:{Path(cli.__file__).parents[1]}",
     "COLUMNS": "140",
     "DCPBENCH_QUICK": "1",

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 POLL_INTERVAL_S = 0.05
 
 
-def until(holds: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
-    """Return when `holds()` is true; fail if the process that should cause it has exited."""
+def wait_until(holds: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+    """Wait until `holds()` is true. Fail if `process`, which makes it true, has exited."""
     while not holds():
         ended = process is not None and process.poll() is not None
         assert not ended or holds(), "the process has exited, and the condition is false"

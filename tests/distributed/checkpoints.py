@@ -42,7 +42,7 @@ SIZES = {
 With weights of 0.15 the logits are of size 1 to 10."""
 
 
-def yarn(mscale: float, mscale_all_dim: float) -> dict[str, object]:
+def make_yarn(mscale: float, mscale_all_dim: float) -> dict[str, object]:
     """Return YaRN parameters: of 8 frequencies 1 is kept, 5 are stretched and 2 lie in between; theta is not the
     default.
     """
@@ -65,19 +65,19 @@ V3 = SIZES | {
     "topk_group": 2,
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
-    "rope_parameters": yarn(1.0, 0.8),
+    "rope_parameters": make_yarn(1.0, 0.8),
 }
 V2_GREEDY = SIZES | {"q_lora_rank": 40, "n_shared_experts": 2, "topk_method": "greedy"}
 
 
-def deepseek_v3(folder: Path) -> None:
+def write_deepseek_v3(folder: Path) -> None:
     """Write a V3: low-rank q, sigmoid routing in 4 groups with a correction bias, YaRN that scales scores and the
     table.
     """
     _write("DeepseekV3", V3, folder)
 
 
-def deepseek_v2(folder: Path) -> None:
+def write_deepseek_v2(folder: Path) -> None:
     """Write a V2 with V2-Lite's projection of q and softmax routing limited to 2 of 4 groups, in several files with an
     index.
     """
@@ -88,12 +88,12 @@ def deepseek_v2(folder: Path) -> None:
         "topk_group": 2,
         "topk_method": "group_limited_greedy",
         "routed_scaling_factor": 1.5,
-        "rope_parameters": yarn(0.7, 0.7),
+        "rope_parameters": make_yarn(0.7, 0.7),
     }
     _write("DeepseekV2", SIZES | own, folder, shard="150KB")
 
 
-def deepseek_v2_greedy(folder: Path) -> None:
+def write_deepseek_v2_greedy(folder: Path) -> None:
     """Write a V2 with low-rank q, softmax routing without groups, plain rope, and an epsilon that latent norms do not
     share.
     """
@@ -123,23 +123,23 @@ LLAMA3 = {  # rope scaling of Llama 3.1: of 32 frequencies some are kept, some a
 }
 
 
-def qwen3(folder: Path, kv_heads: int, **changed: object) -> None:
+def write_qwen3(folder: Path, kv_heads: int, **changed: object) -> None:
     """Write a dense Qwen3: norms of heads, and an epsilon that is not the default."""
     _write("Qwen3", GROUPED | {"num_key_value_heads": kv_heads, "rms_norm_eps": 1e-3} | changed, folder)
 
 
-def qwen3_moe(folder: Path, kv_heads: int, **changed: object) -> None:
+def write_qwen3_moe(folder: Path, kv_heads: int, **changed: object) -> None:
     """Write a Qwen3-MoE: experts in every layer, softmax routing with normalised weights."""
     experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "norm_topk_prob": True}
     _write("Qwen3Moe", GROUPED | experts | {"num_key_value_heads": kv_heads} | changed, folder)
 
 
-def llama(folder: Path, kv_heads: int, **changed: object) -> None:
+def write_llama(folder: Path, kv_heads: int, **changed: object) -> None:
     """Write a Llama 3.1: its scaling of rope, no norms of heads."""
     _write("Llama", GROUPED | {"num_key_value_heads": kv_heads, "rope_parameters": LLAMA3} | changed, folder)
 
 
-def deepseek_v3_of(folder: Path, changed: Mapping[str, object], written: Mapping[str, object]) -> None:
+def write_changed_deepseek_v3(folder: Path, changed: Mapping[str, object], written: Mapping[str, object]) -> None:
     """Write a V3 with `changed` fields, and a config.json in which `written` replaces values of transformers. A field
     written as ABSENT is left out. `seed` among the changed fields draws other weights.
     """
@@ -147,21 +147,21 @@ def deepseek_v3_of(folder: Path, changed: Mapping[str, object], written: Mapping
     _rewrite(folder, written)
 
 
-def deepseek_v2_of(folder: Path, changed: Mapping[str, object], written: Mapping[str, object]) -> None:
+def write_changed_deepseek_v2(folder: Path, changed: Mapping[str, object], written: Mapping[str, object]) -> None:
     """Write a greedy V2 with `changed` fields, and a config.json in which `written` replaces values of transformers."""
     _write("DeepseekV2", V2_GREEDY | changed, folder)
     _rewrite(folder, written)
 
 
-def deepseek_v3_fp8(folder: Path) -> None:
+def write_deepseek_v3_fp8(folder: Path) -> None:
     """Write a V3 in fp8, as DeepSeek publishes it, wide enough that shards begin inside blocks."""
     wide = {"hidden_size": 160, "intermediate_size": 272, "moe_intermediate_size": 144, "q_lora_rank": 136}
     wide |= {"n_routed_experts": 8, "num_experts_per_tok": 8, "topk_group": 4}
-    deepseek_v3_of(folder, wide, {})
-    publish_in_fp8(folder)
+    write_changed_deepseek_v3(folder, wide, {})
+    convert_to_fp8(folder)
 
 
-def publish_in_fp8(folder: Path) -> None:
+def convert_to_fp8(folder: Path) -> None:
     """Rewrite a checkpoint of one file as DeepSeek publishes V3: e4m3 weights with a scale for each 128 × 128 block."""
     from safetensors.torch import load_file, save_file
 
@@ -186,9 +186,9 @@ def _rewrite(folder: Path, written: Mapping[str, object]) -> None:
 
 
 WRITERS: dict[str, Callable[[Path], None]] = {
-    "v3": deepseek_v3,
-    "v2": deepseek_v2,
-    "v2-greedy": deepseek_v2_greedy,
+    "v3": write_deepseek_v3,
+    "v2": write_deepseek_v2,
+    "v2-greedy": write_deepseek_v2_greedy,
 }
 
 

@@ -1,4 +1,4 @@
-"""Start jobs of these tests quickly: torch's agent and the ranks are forks of a process with torch (rank.py)."""
+"""Start the jobs of these tests quickly: the agent and the ranks are forks of a process that has imported torch (rank.py)."""
 
 import pytest
 
@@ -8,5 +8,5 @@ from tests import as_fork
 @pytest.fixture(scope="package", autouse=True)
 def _forked_agents():
     with pytest.MonkeyPatch.context() as patch:
-        as_fork.agents(patch.setattr)
+        as_fork.replace_agents(patch.setattr)
         yield

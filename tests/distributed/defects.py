@@ -1,7 +1,7 @@
-"""Engines that are wrong in one way each, to show which of them `dcpbench verify` finds.
+"""Define defects of an engine, to test which of them `dcpbench verify` finds.
 
-A defect patches the engine: it is called with a function like setattr, and returns nothing. All work in one process but
-those in IN_GROUPS, which need ranks that exchange partial attention.
+The name of a function is that of its defect. It patches the engine with its argument, a function like setattr. The defects in
+IN_GROUPS need ranks that exchange partial attention; all others work in one process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def _change_shape(patch: Patch, **changed: Any) -> None:
-    """Have the model compute with other fields of its shape than its checkpoint has."""
+    """Make the model compute with other fields of its shape than those of its checkpoint."""
     make = Model.__init__
 
     def init(self: Model, shape: Any, *arguments: Any, **options: Any) -> None:
@@ -40,7 +40,7 @@ def _change_shape(patch: Patch, **changed: Any) -> None:
 
 
 def _change_rule(patch: Patch, **changed: Any) -> None:
-    """Have the router follow another rule than the checkpoint's."""
+    """Make the router follow another rule than that of the checkpoint."""
     route = moe.select_experts
     patch(
         moe,
@@ -50,7 +50,7 @@ def _change_rule(patch: Patch, **changed: Any) -> None:
 
 
 def _change_layer(patch: Patch, change: Callable[[Layer], Layer]) -> None:
-    """Have the middle MoE layer other weights than its checkpoint has."""
+    """Give the middle MoE layer other weights than those of the checkpoint."""
     load = session.load_weights
 
     def changed(*arguments: Any, **options: Any) -> Weights:
@@ -62,8 +62,8 @@ def _change_layer(patch: Patch, change: Callable[[Layer], Layer]) -> None:
     patch(session, "load_weights", changed)
 
 
-def _scaled(weight: torch.Tensor | Scaled, factor: torch.Tensor | float) -> torch.Tensor | Scaled:
-    """Multiply a weight, or the part of it that the shape of `factor` covers."""
+def _scale_weight(weight: torch.Tensor | Scaled, factor: torch.Tensor | float) -> torch.Tensor | Scaled:
+    """Return a weight, multiplied by `factor` in the part that has its shape."""
     if not isinstance(weight, Scaled):
         return weight * factor
     if isinstance(factor, torch.Tensor):
@@ -71,34 +71,34 @@ def _scaled(weight: torch.Tensor | Scaled, factor: torch.Tensor | float) -> torc
     return dataclasses.replace(weight, scale=weight.scale * factor)
 
 
-def _ones_like(weight: torch.Tensor | Scaled) -> torch.Tensor:
+def _make_ones_like(weight: torch.Tensor | Scaled) -> torch.Tensor:
     data = weight.data if isinstance(weight, Scaled) else weight
     return torch.ones(data.shape, dtype=torch.float32 if isinstance(weight, Scaled) else data.dtype)
 
 
 def no_yarn(patch: Patch) -> None:
-    """Rope frequencies without YaRN."""
+    """Compute rope frequencies without YaRN."""
     table = model.make_rope_table
     patch(model, "make_rope_table", lambda shape, *rest: table(dataclasses.replace(shape, yarn=None), *rest))
 
 
 def no_mscale(patch: Patch) -> None:
-    """The softmax scale without mscale_all_dim's factor."""
+    """Omit the factor of mscale_all_dim in the softmax scale."""
     patch(attention, "compute_softmax_scale", lambda shape: (shape.qk_nope_head_dim + shape.qk_rope_head_dim) ** -0.5)
 
 
 def routed_scale_of_1(patch: Patch) -> None:
-    """Routed experts without routed_scaling_factor."""
+    """Omit routed_scaling_factor."""
     _change_rule(patch, routed_scaling_factor=1.0)
 
 
 def rope_in_halves(patch: Patch) -> None:
-    """Rope pairs (i, i + P/2) instead of (2i, 2i + 1)."""
+    """Rotate the pairs (i, i + P/2) instead of (2i, 2i + 1)."""
     _change_shape(patch, rope_interleaved=False)
 
 
 def one_expert_too_few(patch: Patch) -> None:
-    """Top-3 instead of top-4."""
+    """Choose 3 instead of 4 experts."""
     route = moe.select_experts
 
     def fewer(logits: Any, bias: Any, rule: Any, live: Any = None) -> Any:
@@ -108,13 +108,13 @@ def one_expert_too_few(patch: Patch) -> None:
 
 
 def no_shared_expert(patch: Patch) -> None:
-    """No layer adds its shared expert."""
+    """Omit the shared experts."""
     experts = Model.run_experts
     patch(Model, "run_experts", lambda self, x, w, *rest: experts(self, x, dataclasses.replace(w, shared=None), *rest))
 
 
 def experts_swapped(patch: Patch) -> None:
-    """Two experts of one layer have each other's first matrices."""
+    """Swap the first matrices of two experts of one layer."""
 
     def change(layer: Layer) -> Layer:
         order = torch.arange(layer.mlp.router.shape[0])
@@ -130,28 +130,28 @@ def experts_swapped(patch: Patch) -> None:
 
 
 def large_epsilon(patch: Patch) -> None:
-    """Norms with an epsilon of 0.01."""
+    """Compute norms with an epsilon of 0.01."""
     _change_shape(patch, rms_eps=1e-2)
 
 
 def no_router_bias(patch: Patch) -> None:
-    """Experts chosen by their scores alone."""
+    """Choose experts without the correction bias."""
     route = moe.select_experts
     patch(moe, "select_experts", lambda logits, bias, *rest: route(logits, torch.zeros_like(bias), *rest))
 
 
 def no_group_limit(patch: Patch) -> None:
-    """Experts chosen from all groups."""
+    """Choose experts from all groups."""
     _change_rule(patch, n_group=1)
 
 
 def weights_not_normalised(patch: Patch) -> None:
-    """Weights of experts that do not sum to routed_scaling_factor."""
+    """Do not normalise the weights of chosen experts."""
     _change_rule(patch, normalise=False)
 
 
 def kv_scale_twice(patch: Patch) -> None:
-    """A KV cache with a scale that attention multiplies with twice."""
+    """Apply the scale of the KV cache twice in attention."""
     patch(KvPool, "scale", 0.25)
     make = mla.make_backend
     patch(
@@ -162,7 +162,7 @@ def kv_scale_twice(patch: Patch) -> None:
 
 
 def wrong_row_of_a_page(patch: Patch) -> None:
-    """The last row of each page holds its columns shifted by one."""
+    """Shift the columns of the last row of each page by one."""
     write = model.write_kv
 
     def wrong(kv: torch.Tensor, new: torch.Tensor, locs: torch.Tensor, share: Any, scale: float) -> None:
@@ -173,7 +173,7 @@ def wrong_row_of_a_page(patch: Patch) -> None:
 
 
 def token_not_attended(patch: Patch) -> None:
-    """One position does not attend to itself."""
+    """Omit one position in its own attention."""
     shards = DecodeEngine._make_shards
     position = 5
 
@@ -184,7 +184,7 @@ def token_not_attended(patch: Patch) -> None:
 
 
 def lse_of_base_2(patch: Patch) -> None:
-    """The second rank of a DCP group gives its log-sum-exp to base 2."""
+    """Return the log-sum-exp to base 2 on the second rank of a DCP group."""
     run = Model.compute_partial
 
     def partial(self: Model, *arguments: Any) -> Any:
@@ -197,20 +197,20 @@ def lse_of_base_2(patch: Patch) -> None:
 
 
 def head_without_output(patch: Patch) -> None:
-    """o_proj of one layer drops the last head."""
+    """Omit the last head in o_proj of one layer."""
 
     def change(layer: Layer) -> Layer:
-        keep = _ones_like(layer.attention.o)
+        keep = _make_ones_like(layer.attention.o)
         keep[:, -layer.attention.w_uv.shape[2] :] = 0
         return dataclasses.replace(
-            layer, attention=dataclasses.replace(layer.attention, o=_scaled(layer.attention.o, keep))
+            layer, attention=dataclasses.replace(layer.attention, o=_scale_weight(layer.attention.o, keep))
         )
 
     _change_layer(patch, change)
 
 
 def wrong_block_scale(patch: Patch) -> None:
-    """The first 128 × 128 block of o_proj of one layer is a quarter too large."""
+    """Enlarge the first 128 × 128 block of o_proj of one layer by a quarter."""
 
     def change(layer: Layer) -> Layer:
         weight = layer.attention.o
@@ -227,19 +227,19 @@ def wrong_block_scale(patch: Patch) -> None:
 
 
 def layer_skipped(patch: Patch) -> None:
-    """One layer adds nothing to the residual."""
+    """Omit one layer."""
 
     def change(layer: Layer) -> Layer:
-        shared = dataclasses.replace(layer.mlp.shared, down=_scaled(layer.mlp.shared.down, 0.0))
-        mlp = dataclasses.replace(layer.mlp, down=_scaled(layer.mlp.down, 0.0), shared=shared)
-        attention = dataclasses.replace(layer.attention, o=_scaled(layer.attention.o, 0.0))
+        shared = dataclasses.replace(layer.mlp.shared, down=_scale_weight(layer.mlp.shared.down, 0.0))
+        mlp = dataclasses.replace(layer.mlp, down=_scale_weight(layer.mlp.down, 0.0), shared=shared)
+        attention = dataclasses.replace(layer.attention, o=_scale_weight(layer.attention.o, 0.0))
         return dataclasses.replace(layer, mlp=mlp, attention=attention)
 
     _change_layer(patch, change)
 
 
 def no_query_norm(patch: Patch) -> None:
-    """The query latent is not normalised."""
+    """Do not normalise the query latent."""
     split = mla.split_latent
 
     def plain(qkv: torch.Tensor, q_norm: Any, kv_norm: torch.Tensor, *rest: Any, **options: Any) -> Any:
@@ -250,13 +250,13 @@ def no_query_norm(patch: Patch) -> None:
 
 
 def gate_for_up(patch: Patch) -> None:
-    """Dense layers and shared experts take silu of up instead of gate."""
+    """Compute silu of up instead of gate in dense layers and shared experts."""
     product = moe.silu_mul
     patch(moe, "silu_mul", lambda x, feeds=None: product(torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1), feeds))
 
 
 def residual_of_before(patch: Patch) -> None:
-    """The MLP reads the residual without the attention's output, which is added behind it."""
+    """Add the output of attention after the MLP instead of before it."""
     norm = Model.apply_norm
 
     def before(
@@ -272,7 +272,7 @@ def residual_of_before(patch: Patch) -> None:
 
 
 def key_of_last_position(patch: Patch) -> None:
-    """Rope keys are rotated by one position too few."""
+    """Rotate rope keys by one position too few."""
     split = mla.split_latent
 
     def shifted(qkv: Any, q_norm: Any, kv_norm: Any, positions: torch.Tensor, *rest: Any, **options: Any) -> Any:
@@ -282,7 +282,7 @@ def key_of_last_position(patch: Patch) -> None:
 
 
 def second_best_token(patch: Patch) -> None:
-    """Greedy sampling takes the token of the second largest logit."""
+    """Sample the token with the second largest logit."""
     greedy = Model.sample_greedy
 
     def second(self: Model, logits: torch.Tensor) -> torch.Tensor:
@@ -297,7 +297,7 @@ def second_best_token(patch: Patch) -> None:
 
 
 def head_of_other_norm(patch: Patch) -> None:
-    """The last norm multiplies with ones."""
+    """Use ones as the weight of the last norm."""
     load = session.load_weights
 
     def changed(*arguments: Any, **options: Any) -> Weights:

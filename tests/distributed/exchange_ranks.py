@@ -7,18 +7,17 @@ imported once.
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from dcpbench.engine.groups import make_groups
 from dcpbench.exchange import ExchangeSpec, ag_rs, make_exchange
 from dcpbench.points.layout import Layout
+from tests.distributed.forked import fork_ranks
 
 if TYPE_CHECKING:
     from dcpbench.exchange.torch_collectives import Group
@@ -38,7 +37,7 @@ EMPTY_ON_RANK_1, ONLY_ON_RANK_1, EMPTY_EVERYWHERE = 1, 2, 3
 """Indices of three of the four requests by their property; request 0 has rows on every rank."""
 
 
-def partials(ranks: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_partials(ranks: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return o [N, B, H, R] and lse [N, B, H] of a DCP group's ranks; o of an empty shard is NaN."""
     generator = torch.Generator().manual_seed(100 * ranks + group)
     o_NBHR = torch.randn(ranks, BATCH, HEADS, LATENT, generator=generator)
@@ -53,27 +52,27 @@ def partials(ranks: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
     return o_NBHR.to(dtype), lse_NBH
 
 
-def queries(group: int) -> torch.Tensor:
+def make_queries(group: int) -> torch.Tensor:
     """Return q [B, H, Q] of all heads of a group."""
     return torch.arange(BATCH * HEADS * float(WIDTH)).view(BATCH, HEADS, WIDTH) + 1000 * group
 
 
-def spec(dtype: torch.dtype, **changes: object) -> ExchangeSpec:
+def make_spec(dtype: torch.dtype, **changes: object) -> ExchangeSpec:
     """Return the specification of the exchanges in all layouts."""
     plain = ExchangeSpec(batch=BATCH, heads=HEADS, width=WIDTH, value=LATENT, dtype=dtype, device=torch.device("cpu"))
     return dataclasses.replace(plain, **changes)
 
 
-def exchanged(name: str, group: Group, number: int, spec: ExchangeSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def run_exchange(name: str, group: Group, number: int, spec: ExchangeSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gathered q and the merged output of one rank of DCP group `number`."""
     exchange = make_exchange(name, group, spec)
     h = HEADS // group.size
     q_BhQ = exchange.get_query_buffer(BATCH)
     mine = slice(None) if spec.q_replicate else slice(group.rank * h, (group.rank + 1) * h)
-    q_BhQ.copy_(queries(number)[:, mine])
+    q_BhQ.copy_(make_queries(number)[:, mine])
     q_BHQ = exchange.gather_q(q_BhQ)
     o_BHR, lse_BH = exchange.get_partial_buffers(BATCH)
-    o_NBHR, lse_NBH = partials(group.size, number, spec.dtype)
+    o_NBHR, lse_NBH = draw_partials(group.size, number, spec.dtype)
     o_BHR.copy_(o_NBHR[group.rank])
     lse_BH.copy_(lse_NBH[group.rank])
     return q_BHQ, exchange.merge_partials(o_BHR, lse_BH)
@@ -88,7 +87,7 @@ def main(rank: int, folder: Path) -> None:
     for layout in LAYOUTS:
         group = make_groups(layout, rank).dcp
         found = {
-            (name, dtype, changes): exchanged(name, group, rank // layout.dcp, spec(dtype, **CHANGES[changes]))
+            (name, dtype, changes): run_exchange(name, group, rank // layout.dcp, make_spec(dtype, **CHANGES[changes]))
             for name in NAMES
             for dtype in DTYPES
             for changes in CHANGES
@@ -99,6 +98,4 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    mp.start_processes(main, args=(Path(sys.argv[1]),), nprocs=WORLD, start_method="fork")
+    fork_ranks(main, WORLD, Path(sys.argv[1]))

@@ -1,10 +1,19 @@
-"""Run the worker with one fault on one rank: `FAULT=KIND:RANK:CONCURRENCY`. At the third measured step of the point of
-that concurrency, in layer 1: `missing` leaves out the reduction after attention · `order` swaps the two collectives of
-`merge` · `gather` leaves out the first of them, an all-gather · `shape` and `dtype` reduce another tensor · `sleeps`
-and `spins` stall in the experts' phase. From the first measured step on at the latest, also in a captured one: `flag`,
-with the exchange `symm`, takes back the signal of that layer's merge to its peers before it is read · `loops`, on a
-GPU, starts a kernel that never ends after the attention of that layer. On GPUs all other kinds launch steps kernel by
-kernel, because a captured step cannot fail at one of its replays.
+"""Run the worker with one fault on one rank: `FAULT=KIND:RANK:CONCURRENCY`.
+
+These kinds occur in layer 1 at the third measured step of the point with this concurrency:
+
+    missing         omit the reduction after attention
+    order           swap the two collectives of `merge`
+    gather          omit the first collective of `merge`, an all-gather
+    shape, dtype    reduce a tensor of another shape or dtype
+    sleeps, spins   stall in the phase of the experts
+
+These kinds occur in layer 1 from the first measured step on, also in captured steps:
+
+    flag            take back the signal of the merge to its peers before they read it, with the exchange `symm`
+    loops           start a kernel that never ends after attention, on a GPU
+
+On GPUs all other kinds run without CUDA graphs, because a captured step cannot fail at one of its replays.
 """
 
 from __future__ import annotations
@@ -35,7 +44,7 @@ KINDS = ("missing", "gather", "order", "shape", "dtype", "sleeps", "spins", FLAG
 ON_GPUS = ("gather", "shape", LOOPS, FLAG)  # faults for several GPUs
 LAYER, STEP = 1, 3
 PHASES = {"order": "merge", "gather": "merge", "sleeps": "moe", "spins": "moe", FLAG: "merge"}
-"""Phase in which each kind happens; all others happen in attn_reduce."""
+"""Phase in which each kind occurs; other kinds occur in attn_reduce."""
 write_progress, step, attention, experts = (
     worker.Worker.write_progress,
     Model.run_step,
@@ -47,17 +56,17 @@ capture, merge_by_peers = DecodeEngine.capture_step, SymmetricMemory.merge_parti
 
 
 class Fault:
-    """The moment of the fault and its action; culprit and other ranks execute the same lines."""
+    """Replace functions of the worker to inject the fault. The culprit and the other ranks execute the same lines."""
 
     def __init__(self, kind: str, concurrency: int, culprit: bool) -> None:
         self.kind, self.concurrency, self.culprit = kind, concurrency, culprit
         self.at, self.steps, self.layer, self.attending = False, 0, -1, False
         self.goes_on = torch.ones(1, dtype=torch.int32, pin_memory=kind == LOOPS)
-        """Flag that a looping kernel waits for."""
+        """Flag that ends the loop of the kernel."""
         self.takes_back = torch.zeros(1, dtype=torch.int32, pin_memory=kind == FLAG and torch.cuda.is_available())
-        """True if a kernel takes a signal back."""
+        """Flag that makes a kernel take a signal back."""
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Return True if the fault is due now."""
         return self.culprit and self.at and self.steps == STEP and self.layer == LAYER
 
@@ -75,7 +84,7 @@ class Fault:
         return step(of, *args, **kwargs)
 
     def run_attention(self, of: Any, q: Any, kv: Any, index: int, *args: Any, **kwargs: Any) -> Any:
-        """Replace Model.run_attention; the reduction after it is the next."""
+        """Replace Model.run_attention; the next all-reduce is the reduction after it."""
         self.layer = index
         found = attention(of, q, kv, index, *args, **kwargs)
         self.attending = True
@@ -86,17 +95,17 @@ class Fault:
     def all_reduce(self, of: Any, x: torch.Tensor) -> torch.Tensor:
         """Replace Group.all_reduce."""
         mine = x
-        if self.kind in ("missing", "shape", "dtype") and self.attending and self.due():
+        if self.kind in ("missing", "shape", "dtype") and self.attending and self.is_due():
             self.attending = False
             if self.kind == "missing":
                 return x
             mine = x.flatten()[: x.numel() // 2] if self.kind == "shape" else x.double()
         all_reduce(of, mine)  # one line for all ranks
-        return x  # as what comes next takes it: over NCCL, the host goes on
+        return x  # the following code needs this shape; with NCCL the host continues
 
     def merge_partials(self, of: Any, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
         """Replace AllGatherReduceScatter.merge_partials."""
-        if self.kind not in ("order", "gather") or not self.due():
+        if self.kind not in ("order", "gather") or not self.is_due():
             return merge(of, o_BHR, lse_BH)
         with record_range("merge"):
             lse_NBH = lse_BH.expand(of.group.size, *lse_BH.shape).contiguous()
@@ -121,7 +130,7 @@ class Fault:
 
     def run_experts(self, of: Any, *args: Any) -> Any:
         """Replace Model.run_experts."""
-        if self.kind in ("sleeps", "spins") and self.due():
+        if self.kind in ("sleeps", "spins") and self.is_due():
             with record_range("moe"):
                 stall(self.kind)
         return experts(of, *args)
@@ -142,14 +151,14 @@ def _take_back_kernel(takes_back, peers, counters, N: tl.constexpr, N_BLOCK: tl.
 
 
 def stall(kind: str) -> None:
-    """Never come back."""
+    """Stall for ever."""
     while kind == "spins":
         pass
     while kind == "sleeps":
         time.sleep(60)
 
 
-def commit(fault: Fault) -> None:
+def install_fault(fault: Fault) -> None:
     """Install the fault in place of the worker's functions."""
     for of, name in (
         (worker.Worker, "write_progress"),
@@ -160,17 +169,17 @@ def commit(fault: Fault) -> None:
         (AllGatherReduceScatter, "merge_partials"),
         (DecodeEngine, "capture_step"),
     ):
-        setattr(of, name, _method(getattr(fault, name)))
-    SymmetricMemory.merge_partials = _method(fault.merge_by_peers)  # type: ignore[method-assign]
+        setattr(of, name, _make_method(getattr(fault, name)))
+    SymmetricMemory.merge_partials = _make_method(fault.merge_by_peers)  # type: ignore[method-assign]
 
 
-def _method(bound: Any) -> Any:
+def _make_method(bound: Any) -> Any:
     return lambda self, *args, **kwargs: bound(self, *args, **kwargs)  # noqa: PLW0108 -- becomes a method
 
 
 if __name__ == "__main__":
-    if forks.ADDRESS in os.environ and INSIDE not in sys.argv:
+    if forks.ADDRESS_VARIABLE in os.environ and INSIDE not in sys.argv:
         sys.exit(as_fork.main([__spec__.name, *sys.argv[1:], INSIDE]))
     kind, rank, concurrency = os.environ[FAULT].split(":")
-    commit(Fault(kind, int(concurrency), culprit=os.environ["RANK"] == rank))
+    install_fault(Fault(kind, int(concurrency), culprit=os.environ["RANK"] == rank))
     sys.exit(worker.main(sys.argv[1]))

@@ -5,18 +5,17 @@ forks of that process, so that torch is imported once.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from dcpbench.bench.bench_record import Case
 from dcpbench.bench.operators import kv_gather as bench
 from dcpbench.bench.operators.kv_gather import KvGather
 from dcpbench.exchange.registered_memory import RegisteredBuffer
+from tests.distributed.forked import fork_ranks
 
 POOL_BYTES = 1 << 16
 SIZES = (  # requests, tokens and buffer: 7 tokens of 3 requests leave some ranks without rows of some
@@ -29,7 +28,7 @@ SIZES = (  # requests, tokens and buffer: 7 tokens of 3 requests leave some rank
 )
 
 
-def cases(world: int) -> list[Case]:
+def list_cases(world: int) -> list[Case]:
     """Return every size with both variants."""
     return [
         Case(
@@ -51,14 +50,14 @@ def main(rank: int, world: int, folder: Path) -> None:
     )
     workload = KvGather(torch.device("cpu"), 0)
     found = {}
-    for case in cases(world):
+    for case in list_cases(world):
         calls = workload.build_calls(case)
         found[case.name()] = {
             "differences": [calls.check(run) for run in (calls.run, calls.run_captured, calls.run_captured)],
             "received_bytes": calls.work.received_bytes,
             "comm_bytes": calls.work.comm_bytes,
         }
-    calls = workload.build_calls(cases(world)[0])
+    calls = workload.build_calls(list_cases(world)[0])
     found["a call is missing"] = calls.check(calls.calls[0])
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
@@ -66,7 +65,4 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    ranks = int(sys.argv[1])
-    mp.start_processes(main, args=(ranks, Path(sys.argv[2])), nprocs=ranks, start_method="fork")
+    fork_ranks(main, int(sys.argv[1]), int(sys.argv[1]), Path(sys.argv[2]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from dcpbench.engine.decode_engine import DecodeEngine
 from dcpbench.engine.groups import make_groups
@@ -32,7 +30,8 @@ from dcpbench.points.speculation import Speculation
 from dcpbench.serving.allocator import PADDING_PAGE
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
-from tests.unit.engine_builder import CPU, TINY, layers
+from tests.distributed.forked import fork_ranks
+from tests.unit.engine_builder import CPU, TINY, make_layers
 from tests.unit.engine_drafts import accept_drafts, append_drafts
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ WRONG_AT = ((1, 2, 5), (), (2, 3, 4))
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layout with its storage and path."""
+    """Describe a layout with its storage and path."""
 
     layout: Layout
     kind: str = "mla"
@@ -115,7 +114,13 @@ def make_engine(case: Case, rank: int, *, context: int = 0, requests: int = len(
     shape, layout = SHAPES[case.kind].add_drafts(case.drafts), case.layout
     context = context or max(CONTEXTS) + 2 * (NEW + case.drafts)
     weights = load_weights(
-        SyntheticSource(0, torch.float32, CPU), shape, layout, rank, layers(shape), replicated=case.replicated, ep="1"
+        SyntheticSource(0, torch.float32, CPU),
+        shape,
+        layout,
+        rank,
+        make_layers(shape),
+        replicated=case.replicated,
+        ep="1",
     )
     pages = 1 + requests * -(-context // (case.page_size * layout.dcp))
     stored = torch.float8_e4m3fn if case.fp8 else torch.float32
@@ -172,10 +177,10 @@ def poison(engine: DecodeEngine, requests: list[Request]) -> None:
     """Fill every KV row with NaN except those of tokens of requests and of the padding page, rolled back rows
     included.
     """
-    poison_but(engine, [(request.allocation, request.length) for request in requests])
+    poison_except(engine, [(request.allocation, request.length) for request in requests])
 
 
-def poison_but(engine: DecodeEngine, stored: list[tuple[Allocation, int]]) -> None:
+def poison_except(engine: DecodeEngine, stored: list[tuple[Allocation, int]]) -> None:
     """Fill every KV row with NaN except those of the first tokens of these allocations and of the padding page."""
     shard = engine.model.shard
     owned = {PADDING_PAGE * shard.page_size + i for i in range(shard.page_size)}
@@ -225,9 +230,9 @@ def verify_drafts(case: Case, rank: int, truth: list[list[int]], logits: torch.T
     return {"error": worst, "tokens": [own[:NEW] for own in tokens], "accepted": accepted}
 
 
-def draft_tokens(case: Case, rank: int, truth: list[list[int]], right: bool) -> list[dict[int, list[int]]]:
+def draft_tokens(case: Case, rank: int, truth: list[list[int]], correct: bool) -> list[dict[int, list[int]]]:
     """Return, for each request, the tokens drafted by the model's layer, by the number of decoded tokens. Steps verify
-    other drafts: all right, so that a step yields `drafts` + 1 tokens, or all wrong, so that it yields one.
+    other drafts: all correct, so that a step yields `drafts` + 1 tokens, or all wrong, so that it yields one.
     """
     engine = make_engine(case, rank)
     first, vocab = len(CONTEXTS) * (rank // case.layout.attn_tp), engine.model.shape.vocab
@@ -239,12 +244,12 @@ def draft_tokens(case: Case, rank: int, truth: list[list[int]], right: bool) -> 
     while at + case.drafts < NEW:
         for request, own in zip(requests, truth, strict=True):
             known = own[at : at + case.drafts]
-            verified = known if right else [(token + 1) % vocab for token in known]
+            verified = known if correct else [(token + 1) % vocab for token in known]
             engine.request_pool.set_tokens(request.slot, request.length - case.drafts, verified)
         batch = engine.plan_step(requests, query_length=case.drafts + 1)
         engine.run_eager(batch)
         yielded = {len(own) for own in accept_drafts(engine, batch, requests)}
-        assert yielded == {case.drafts + 1 if right else 1}
+        assert yielded == {case.drafts + 1 if correct else 1}
         at += yielded.pop()
         starts = [request.length - 1 for request in requests]
         for request in requests:
@@ -304,7 +309,7 @@ def serve_drafts(case: Case, rank: int) -> dict[str, list[int]]:
                 found[f"{sequence.request.number}/{at}"] = drafts
         launched.wait_tokens()
         stored = [s for s in scheduler.replicas[serving.replica].running if s.allocation is not None]
-        poison_but(engine, [(s.allocation, s.computed) for s in stored])  # type: ignore[misc]
+        poison_except(engine, [(s.allocation, s.computed) for s in stored])  # type: ignore[misc]
     raise AssertionError("requests are not finished")
 
 
@@ -318,7 +323,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     (folder / f"{world}-{rank}.json").write_text(json.dumps(found))
     case = DRAFTING[world]
     truth, _ = decode_one_by_one(case, rank)
-    drafted = {name: draft_tokens(case, rank, truth, right=name == "right") for name in ("right", "wrong")}
+    drafted = {name: draft_tokens(case, rank, truth, correct=name == "right") for name in ("right", "wrong")}
     (folder / f"drafted-{world}-{rank}.json").write_text(json.dumps(drafted))
     (folder / f"served-{world}-{rank}.json").write_text(json.dumps(serve_drafts(case, rank)))
     dist.barrier()
@@ -326,7 +331,4 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    ranks = int(sys.argv[1])
-    mp.start_processes(main, args=(ranks, Path(sys.argv[2])), nprocs=ranks, start_method="fork")
+    fork_ranks(main, int(sys.argv[1]), int(sys.argv[1]), Path(sys.argv[2]))

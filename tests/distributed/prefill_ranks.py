@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from dcpbench.engine.piecewise_graph import Pieces
 from dcpbench.engine.prefill import Prefiller
@@ -27,8 +25,9 @@ from dcpbench.points.budget import plan_whole
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.workloads.session import build_session
+from tests.distributed.forked import fork_ranks
 from tests.unit.engine_builder import CPU
-from tests.unit.prefill_builder import Prompt, prompt_tokens, step
+from tests.unit.prefill_builder import Prompt, make_prompt_tokens, run_step
 
 LENGTH = 40
 CONTEXT = 96
@@ -41,12 +40,12 @@ LOAD: tuple[tuple[Step, ...], tuple[Step, ...]] = (
 """For each of two replicas, steps of prompts that decode a token, and of prompts with the tokens of their chunk.
 
 Chunks begin at multiples of 16, the largest page_size · dcp here. Rows are 16, 32, 21, 6, 2 and 32, 3, 9, 1, 0, so that
-with attention DP both are padded, and what is padded goes to no expert. The third step has two prefixes, 32 and 16 tokens."""
+with attention DP both are padded, and padding rows go to no expert. The third step has two prefixes, 32 and 16 tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layout with its storage and exchange, on a checkpoint, and the way to gather prefixes."""
+    """Describe a layout with its storage and exchange on a checkpoint, and how prefixes are gathered."""
 
     model: str
     layout: Layout
@@ -59,12 +58,12 @@ class Case:
     project_first: bool = False
     all_reduce: str = "nccl"
     kv: str = ""
-    """`fp8`: how rows are stored; chunks attend to what was stored before them, and to their own rows as they are."""
+    """dtype of stored rows, such as `fp8`; chunks attend to stored rows of their prefix, and to their own rows before storing."""
     pieces: bool = False  # True if steps run in pieces, as they are captured on GPUs
 
     @property
     def truth(self) -> str:
-        """Name of the expected logits: those of transformers, or over fp8 rows those of one rank with all rows."""
+        """Return the name of the expected logits: those of transformers, or with fp8 rows those of one rank with all rows."""
         return f"{self.model}-{self.kv}" if self.kv else self.model
 
     def point(self, folder: Path) -> Point:
@@ -116,12 +115,12 @@ CASES = {
 }
 
 
-def prompts(replica: int) -> list[list[int]]:
+def make_prompts(replica: int) -> list[list[int]]:
     """Return two prompts, different for each replica."""
-    return [prompt_tokens(2 * replica + number, LENGTH) for number in range(2)]
+    return [make_prompt_tokens(2 * replica + number, LENGTH) for number in range(2)]
 
 
-def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -> float:
+def compute_error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -> float:
     """Return the largest difference of a logit of any step from the truth [replicas · prompts, tokens, vocab]."""
     point, shape = case.point(folder), load_shape(str(folder / case.model))
     session = build_session(point, shape, plan_whole(point, [CONTEXT] * 2, shape), rank=rank, device=CPU, seed=0)
@@ -130,7 +129,7 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
     prefiller = Prefiller(engine.model, backend="sdpa", tokens=CONTEXT, gather=case.gather, window_bytes=nbytes)
     pieces = Pieces(prefiller, None) if case.pieces else None
     replica = rank // case.layout.attn_tp
-    requests = [Prompt.admit(engine, tokens) for tokens in prompts(replica)]
+    requests = [Prompt.admit(engine, tokens) for tokens in make_prompts(replica)]
     known = truth[case.truth][2 * replica : 2 * replica + 2]
     worst = 0.0
     for steps in zip(*LOAD[: case.layout.dp], strict=True):
@@ -140,7 +139,7 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
         decodes, chunks = steps[replica]
         expected = [known[n, requests[n].stored] for n in decodes]
         expected += [known[n, requests[n].stored + i] for n, count in chunks for i in range(count)]
-        logits = step(
+        logits = run_step(
             engine,
             prefiller,
             [requests[n] for n in decodes],
@@ -159,24 +158,24 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
 
 
 def count_unrouted(ids_Tk: torch.Tensor) -> list[int]:
-    """Return how many rows of each of two replicas go to no expert."""
+    """Return the number of rows without an expert for each of two replicas."""
     return (ids_Tk == NO_EXPERT).all(-1).view(2, -1).sum(-1).tolist()
 
 
-def alone(case: Case, folder: Path, replica: int) -> torch.Tensor:
+def compute_logits_alone(case: Case, folder: Path, replica: int) -> torch.Tensor:
     """Return the logits [prompts, tokens, vocab] of a replica's prompts, in the same steps on one rank; NaN if not
     computed.
     """
     point, shape = case.point(folder), load_shape(str(folder / case.model))
     engine = build_session(point, shape, plan_whole(point, [CONTEXT] * 2, shape), rank=0, device=CPU, seed=0).engine
     prefiller = Prefiller(engine.model, backend="sdpa", tokens=CONTEXT)
-    requests = [Prompt.admit(engine, tokens) for tokens in prompts(replica)]
+    requests = [Prompt.admit(engine, tokens) for tokens in make_prompts(replica)]
     found = torch.full((2, LENGTH, shape.vocab), torch.nan)
     for decodes, chunks in LOAD[replica]:
         places = [(n, requests[n].stored) for n in decodes]
         places += [(n, requests[n].stored + i) for n, count in chunks for i in range(count)]
         if places:
-            logits = step(
+            logits = run_step(
                 engine, prefiller, [requests[n] for n in decodes], [(requests[n], count) for n, count in chunks]
             )
             for place, row in zip(places, logits, strict=True):
@@ -188,15 +187,12 @@ def main(rank: int, world: int, folder: Path) -> None:
     """Run every case, and save its error."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world)
     truth = torch.load(folder / "truth.pt")
-    found = [error(case, folder, truth, rank) for case in CASES[world]]
+    found = [compute_error(case, folder, truth, rank) for case in CASES[world]]
     (folder / f"{world}-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    kv_gather.ROWS = 256  # as in rank.py
-    torch.set_num_threads(1)
-    ranks = int(sys.argv[1])
-    mp.start_processes(main, args=(ranks, Path(sys.argv[2])), nprocs=ranks, start_method="fork")
+    kv_gather.ROWS = 256  # fewer programs, which are faster in Triton's interpreter
+    fork_ranks(main, int(sys.argv[1]), int(sys.argv[1]), Path(sys.argv[2]))

@@ -5,6 +5,6 @@ from dcpbench.commands import point_runner
 from tests import as_fork
 
 if __name__ == "__main__":
-    as_fork.agents(setattr)
+    as_fork.replace_agents(setattr)
     point_runner.WORKER = "tests.distributed.rank"
     cli.main()

@@ -1,8 +1,10 @@
-"""Run a rank in place of `-m dcpbench.worker` as a fork of a process with torch, without parts that other tests cover.
-It exchanges data through shared memory (shared.py), and orders rows of prefixes with the reference, which is faster
-than Triton's interpreter: tests/kernels/test_kv_gather.py compares the two, and the ranks of test_kv_gather.py and
-test_prefill.py run the kernel. A noisy case of step times, as all are on a busy CPU, has 4 samples:
-test_step_times_measuring.py counts them. Objects from before the fork stay out of garbage collections.
+"""Run a rank in place of `-m dcpbench.worker`, as a fork of a process that has imported torch.
+
+For speed some parts are replaced, which other tests cover. The rank exchanges data through shared memory (shared.py). It
+orders rows of prefixes with the reference, which is faster than Triton's interpreter: tests/kernels/test_kv_gather.py
+compares both, and the ranks of test_kv_gather.py and test_prefill.py run the kernel. A noisy case of step times, as every
+case on a busy CPU, has 4 samples; test_step_times_measuring.py tests their number. Garbage collections exclude objects
+from before the fork.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ if TYPE_CHECKING:
 INSIDE = "--inside"
 
 
-def in_token_order(
+def gather_in_token_order(
     out_TQ: torch.Tensor, own_JQ: torch.Tensor, addresses: Sequence[int], rank: int, prefix: Prefix, table: torch.Tensor
 ) -> None:
-    """Replace kv_gather.gather_in_token_order; read other ranks' parts at their addresses as well."""
+    """Replace kv_gather.gather_in_token_order by its reference, which reads other ranks' parts at their addresses."""
     from dcpbench.kernels.kv_gather import gather_in_token_order_reference, make_request_table
 
     assert table.equal(make_request_table(prefix, table.device))
     assert addresses[0] == own_JQ.data_ptr()
-    parts = [_at(addresses[(n - rank) % prefix.dcp], own_JQ, prefix.part_rows) for n in range(prefix.dcp)]
+    parts = [_view_rows(addresses[(n - rank) % prefix.dcp], own_JQ, prefix.part_rows) for n in range(prefix.dcp)]
     gather_in_token_order_reference(out_TQ, parts, prefix)
 
 
-def _at(address: int, like_JQ: torch.Tensor, rows: int) -> torch.Tensor:
+def _view_rows(address: int, like_JQ: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the tensor [rows, Q] at an address."""
     import torch
 
@@ -56,8 +58,8 @@ if __name__ == "__main__":
     from tests.distributed import shared
 
     step_timing.MAX_SAMPLES = 4
-    prefix.gather_in_token_order = in_token_order
-    shared.replace()
+    prefix.gather_in_token_order = gather_in_token_order
+    shared.replace_collectives()
     gc.unfreeze = lambda: None
     sys.argv.remove(INSIDE)
     runpy.run_module("dcpbench.worker", run_name="__main__")

@@ -1,7 +1,8 @@
-"""Replace gloo's collectives over sockets by collectives over shared memory for ranks of one machine. A collective of
-gloo consists of dozens of messages that wake twice as many threads, which is more work than everything else in a rank
-of a tiny model. The results are the same; test_exchange.py, test_kv_gather.py and test_launcher.py test gloo's own
-collectives. Ranks that ask for different operations, for which gloo would wait, are an error here.
+"""Replace gloo's collectives over sockets by collectives over shared memory, for ranks of one machine.
+
+A collective of gloo sends dozens of messages that wake twice as many threads, which takes longer than all other work of a
+rank of a tiny model. The results are equal; test_exchange.py, test_kv_gather.py and test_launcher.py test gloo's own
+collectives. Ranks that call different operations raise an error, where gloo would hang.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dcpbench.exchange.symmetric_memory import SHARED_FOLDER
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-HEAD, PART = 256, 1 << 20  # bytes for the name of the operation that a rank takes part in, and of these with its data
+HEAD, PART = 256, 1 << 20  # bytes of the name of a rank's operation, and of the name with the rank's data
 REDUCED: dict[object, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
@@ -32,10 +33,12 @@ gather_objects = dist.all_gather_object
 
 
 class SharedMemoryGroup:
-    """Ranks of a group with shared memory of two halves: a rank that writes into one has seen that all have read its
-    old content. The last rank to arrive wakes the others. The number of arrived ranks is a byte in a pipe that each
-    takes and puts back; others wait for a byte of a second or third pipe, because a late rank must not lose its byte
-    to the next call.
+    """Exchange data between the ranks of a group through shared memory.
+
+    The memory has two halves, which calls use alternately: when a rank writes into a half, all ranks have read its old
+    content. A byte in the pipe `came` counts the arrived ranks; each rank reads it and writes it back. The last rank wakes
+    the others with bytes in `go0` or `go1`. Calls alternate between these two pipes, so that the next call cannot take the
+    byte of a late rank.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -62,7 +65,7 @@ class SharedMemoryGroup:
         self.half = 0
 
     def exchange(self, ranks: str, given: torch.Tensor) -> torch.Tensor:
-        """Return the data of each rank, [N, *given.shape], valid until the next call but one."""
+        """Return the data of all ranks, [N, *given.shape]. It is valid until the second next call."""
         assert given.is_contiguous()
         assert given.nbytes <= PART - HEAD
         begin = self.half * self.size * PART
@@ -95,7 +98,7 @@ class SharedMemoryGroup:
 
 @functools.cache
 def get_shared_group(group: dist.ProcessGroup | None) -> SharedMemoryGroup:
-    """Return the shared memory of this group, created when all its ranks first need it."""
+    """Return the shared memory of a group; the first call of all ranks creates it."""
     return SharedMemoryGroup(group or dist.group.WORLD)
 
 
@@ -123,7 +126,7 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | No
 
 
 def all_reduce(x: torch.Tensor, op: object = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
-    """Add (or take the maximum) in place."""
+    """Replace `x` by the sum, or the maximum, over all ranks."""
     x.copy_(functools.reduce(REDUCED[op], get_shared_group(group).exchange(f"all_reduce {op}", x)))
 
 
@@ -138,8 +141,8 @@ def barrier(group: dist.ProcessGroup | None = None, device_ids: Sequence[int] | 
     get_shared_group(group).exchange("barrier", torch.empty(0))
 
 
-def replace() -> None:
-    """Replace the collectives in this process."""
+def replace_collectives() -> None:
+    """Replace the collectives of gloo in this process."""
     torch_collectives._all_gather, torch_collectives._reduce_scatter = all_gather, reduce_scatter
     dist.all_to_all_single, dist.all_reduce = all_to_all, all_reduce
     dist.broadcast, dist.barrier = broadcast, barrier

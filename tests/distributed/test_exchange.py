@@ -9,20 +9,20 @@ from dcpbench.exchange.torch_collectives import Group
 from dcpbench.kernels.merge import merge_partials
 from dcpbench.points.layout import Layout
 from tests.distributed import exchange_ranks as ranks
-from tests.distributed.forked import forked
+from tests.distributed.forked import run_forked
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Return the q and merged output of each rank of each layout: [layout][rank][name, dtype, changes]."""
     folder = tmp_path_factory.mktemp("exchange")
-    forked("tests.distributed.exchange_ranks", str(folder), log=folder / "log")
+    run_forked("tests.distributed.exchange_ranks", str(folder), log=folder / "log")
     return {
         layout: [torch.load(folder / f"{layout}-{rank}.pt") for rank in range(ranks.WORLD)] for layout in ranks.LAYOUTS
     }
 
 
-def heads_of(layout: Layout, rank: int) -> slice:
+def get_heads(layout: Layout, rank: int) -> slice:
     """Return the slice of its group's 8 heads that a rank keeps."""
     h = ranks.HEADS // layout.dcp
     return slice(layout.get_dcp_rank(rank) * h, (layout.get_dcp_rank(rank) + 1) * h)
@@ -30,8 +30,8 @@ def heads_of(layout: Layout, rank: int) -> slice:
 
 def expected(layout, rank, dtype):
     """Return this rank's heads of the merged output, [h, B, R] in fp64 from partials in `dtype`."""
-    o_NBHR, lse_NBH = ranks.partials(layout.dcp, rank // layout.dcp, dtype)
-    return merge_partials(o_NBHR.double(), lse_NBH.double())[:, heads_of(layout, rank)].transpose(0, 1)
+    o_NBHR, lse_NBH = ranks.draw_partials(layout.dcp, rank // layout.dcp, dtype)
+    return merge_partials(o_NBHR.double(), lse_NBH.double())[:, get_heads(layout, rank)].transpose(0, 1)
 
 
 @pytest.mark.distributed
@@ -62,8 +62,8 @@ class TestExchange:
     def test_request_with_rows_on_one_rank_has_that_ranks_output(self, found, name, layout):
         """Expect no rounding: the weight is exp(lse − lse) = 1, and all others are 0."""
         for rank in range(ranks.WORLD):
-            o_NBHR, _ = ranks.partials(layout.dcp, rank // layout.dcp, torch.float32)
-            only_hR = o_NBHR[1, ranks.ONLY_ON_RANK_1, heads_of(layout, rank)]
+            o_NBHR, _ = ranks.draw_partials(layout.dcp, rank // layout.dcp, torch.float32)
+            only_hR = o_NBHR[1, ranks.ONLY_ON_RANK_1, get_heads(layout, rank)]
             _, got_hBR = found[layout][rank][name, torch.float32, "plain"]
             assert torch.allclose(got_hBR[:, ranks.ONLY_ON_RANK_1], only_hR, atol=1e-6)
 
@@ -79,7 +79,7 @@ class TestExchange:
         for rank in range(ranks.WORLD):
             q_BHQ, _ = found[layout][rank][name, torch.float32, changes]
             assert q_BHQ.is_contiguous()
-            assert torch.equal(q_BHQ, ranks.queries(rank // layout.dcp))
+            assert torch.equal(q_BHQ, ranks.make_queries(rank // layout.dcp))
 
 
 @pytest.mark.distributed
@@ -97,7 +97,7 @@ def test_reduction_in_bf16_has_the_error_of_bf16(found):
 @pytest.mark.parametrize("name", ["none", *ranks.NAMES])
 def test_group_of_one_rank_returns_its_own_output(name):
     """Use the same code path with weight 1; the output has heads first."""
-    exchange = make_exchange(name, Group(size=1, rank=0, handle=None), ranks.spec(torch.float32))
+    exchange = make_exchange(name, Group(size=1, rank=0, handle=None), ranks.make_spec(torch.float32))
     o_BHR, lse_BH = exchange.get_partial_buffers(2)
     o_BHR.normal_(generator=torch.Generator().manual_seed(0))
     q_BHQ = exchange.get_query_buffer(2).fill_(1)
@@ -109,4 +109,4 @@ def test_group_of_one_rank_returns_its_own_output(name):
 
 def test_unknown_exchange_raises_an_error_with_the_known_ones():
     with pytest.raises(UsageError, match="--exchange nccl does not exist; choose one of ag_rs, a2a"):
-        make_exchange("nccl", Group(size=1, rank=0, handle=None), ranks.spec(torch.float32))
+        make_exchange("nccl", Group(size=1, rank=0, handle=None), ranks.make_spec(torch.float32))

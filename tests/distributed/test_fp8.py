@@ -17,7 +17,7 @@ from dcpbench.kernels.block_scaled import Scaled, dequantize_weight
 from dcpbench.models import load_shape
 from dcpbench.points.layout import Layout
 from dcpbench.points.memory import count_all_layers
-from tests.distributed.checkpoints import deepseek_v3, deepseek_v3_fp8
+from tests.distributed.checkpoints import write_deepseek_v3, write_deepseek_v3_fp8
 from tests.distributed.test_oracle import (
     A2A,
     AG_RS,
@@ -30,8 +30,8 @@ from tests.distributed.test_oracle import (
     REPLICATED,
     STRIPED,
     WHOLE,
-    alone,
-    point,
+    make_point,
+    verify_alone,
 )
 from tests.distributed.test_oracle import NEW as TOKENS
 from tests.distributed.verifying import verify_by_job
@@ -53,13 +53,13 @@ GRID = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Write a checkpoint in fp8, and return its folder."""
     made = tmp_path_factory.mktemp("checkpoint") / "v3-fp8"
-    deepseek_v3_fp8(made)
+    write_deepseek_v3_fp8(made)
     return str(made)
 
 
 def list_points(tp, folder):
     return [
-        point(folder, layout, storage, how)
+        make_point(folder, layout, storage, how)
         for layout, cases in GRID.items()
         if layout.tp == tp
         for storage, how in cases
@@ -83,7 +83,7 @@ def test_layouts_agree_with_equally_rounded_transformers(tp, folder, tmp_path):
     """
     points = list_points(tp, folder)
     if tp == 1:
-        assert_agree(points, [check for p in points for check in alone(p, PROMPTS, TOKENS, tmp_path)])
+        assert_agree(points, [check for p in points for check in verify_alone(p, PROMPTS, TOKENS, tmp_path)])
     else:
         assert_agree(points, verify_by_job(points, PROMPTS, TOKENS, tmp_path))
 
@@ -96,16 +96,16 @@ def test_swapped_block_scales_are_found(folder, tmp_path, monkeypatch):
         return whole(data, scale.flip(1) if shape[0] == 160 else scale, shape, *part)
 
     monkeypatch.setattr(checkpoint, "slice_scaled", swapped)
-    (wrong,) = [c for c in alone(list_points(1, folder)[0], PROMPTS, TOKENS, tmp_path) if not c.ok]
+    (wrong,) = [c for c in verify_alone(list_points(1, folder)[0], PROMPTS, TOKENS, tmp_path) if not c.ok]
     assert wrong.name == "layers"
     assert "3 layers of 3 differ, first o_proj of layer 0" in wrong.detail
 
 
 def test_half_precision_checkpoint_is_quantised_while_it_is_read(tmp_path):
     """Compare with the dequantised weights."""
-    deepseek_v3(tmp_path / "v3")
-    points = [point(str(tmp_path / "v3"), Layout(1), PLAIN, NONE | WEIGHTS)]
-    assert_agree(points, alone(points[0], PROMPTS, TOKENS, tmp_path))
+    write_deepseek_v3(tmp_path / "v3")
+    points = [make_point(str(tmp_path / "v3"), Layout(1), PLAIN, NONE | WEIGHTS)]
+    assert_agree(points, verify_alone(points[0], PROMPTS, TOKENS, tmp_path))
 
 
 @pytest.mark.parametrize("ep", ["1", "tp"])

@@ -23,7 +23,7 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.workloads import verify as workload
-from tests.distributed.checkpoints import VOCAB, llama, publish_in_fp8, qwen3, qwen3_moe
+from tests.distributed.checkpoints import VOCAB, convert_to_fp8, write_llama, write_qwen3, write_qwen3_moe
 from tests.distributed.verifying import compare_alone, verify_by_job
 
 if TYPE_CHECKING:
@@ -53,49 +53,49 @@ TIED = {"tie_word_embeddings": True}
 
 GRID = {
     Layout(1): [
-        (functools.partial(qwen3, kv_heads=2, **TIED), PAGED, NONE),
-        (functools.partial(qwen3_moe, kv_heads=1, **WIDE), PLAIN, NONE),
-        (functools.partial(qwen3_moe, kv_heads=4, norm_topk_prob=False), PAGED, NONE),
-        (functools.partial(llama, kv_heads=8, **WIDE), PAGED, NONE),
+        (functools.partial(write_qwen3, kv_heads=2, **TIED), PAGED, NONE),
+        (functools.partial(write_qwen3_moe, kv_heads=1, **WIDE), PLAIN, NONE),
+        (functools.partial(write_qwen3_moe, kv_heads=4, norm_topk_prob=False), PAGED, NONE),
+        (functools.partial(write_llama, kv_heads=8, **WIDE), PAGED, NONE),
     ],
     Layout(2): [
-        (functools.partial(qwen3, kv_heads=1, **WIDE), PAGED, NONE),
-        (functools.partial(qwen3_moe, kv_heads=4), PLAIN, NONE | CUT),
-        (functools.partial(llama, kv_heads=2, **TIED), PAGED, NONE),
+        (functools.partial(write_qwen3, kv_heads=1, **WIDE), PAGED, NONE),
+        (functools.partial(write_qwen3_moe, kv_heads=4), PLAIN, NONE | CUT),
+        (functools.partial(write_llama, kv_heads=2, **TIED), PAGED, NONE),
     ],
     Layout(2, dcp=2): [
-        (functools.partial(qwen3, kv_heads=1), STRIPED, AG_RS),
-        (functools.partial(qwen3_moe, kv_heads=1, **WIDE), PLAIN, A2A | REPLICATED | WHOLE),
-        (functools.partial(llama, kv_heads=1, **TIED), PAGED, A2A),
+        (functools.partial(write_qwen3, kv_heads=1), STRIPED, AG_RS),
+        (functools.partial(write_qwen3_moe, kv_heads=1, **WIDE), PLAIN, A2A | REPLICATED | WHOLE),
+        (functools.partial(write_llama, kv_heads=1, **TIED), PAGED, A2A),
     ],
-    Layout(2, dp=2): [(functools.partial(qwen3_moe, kv_heads=2), PAGED, NONE | WHOLE)],
+    Layout(2, dp=2): [(functools.partial(write_qwen3_moe, kv_heads=2), PAGED, NONE | WHOLE)],
     Layout(4): [
-        (functools.partial(qwen3, kv_heads=2), PAGED, NONE),
-        (functools.partial(llama, kv_heads=8), PLAIN, NONE),
+        (functools.partial(write_qwen3, kv_heads=2), PAGED, NONE),
+        (functools.partial(write_llama, kv_heads=8), PLAIN, NONE),
     ],
     Layout(4, dcp=2): [
-        (functools.partial(qwen3, kv_heads=2, **WIDE), STRIPED, A2A | REPLICATED),
-        (functools.partial(qwen3_moe, kv_heads=1), PAGED, AG_RS | CUT),
-        (functools.partial(llama, kv_heads=2), PLAIN, AG_RS | REPLICATED),
+        (functools.partial(write_qwen3, kv_heads=2, **WIDE), STRIPED, A2A | REPLICATED),
+        (functools.partial(write_qwen3_moe, kv_heads=1), PAGED, AG_RS | CUT),
+        (functools.partial(write_llama, kv_heads=2), PLAIN, AG_RS | REPLICATED),
     ],
     Layout(4, dcp=4): [
-        (functools.partial(qwen3_moe, kv_heads=1), STRIPED, A2A | WHOLE),
-        (functools.partial(llama, kv_heads=1, **WIDE), PLAIN, AG_RS),
+        (functools.partial(write_qwen3_moe, kv_heads=1), STRIPED, A2A | WHOLE),
+        (functools.partial(write_llama, kv_heads=1, **WIDE), PLAIN, AG_RS),
     ],
-    Layout(4, dp=2, dcp=2): [(functools.partial(qwen3_moe, kv_heads=1, **TIED), PAGED, A2A | CUT)],
+    Layout(4, dp=2, dcp=2): [(functools.partial(write_qwen3_moe, kv_heads=1, **TIED), PAGED, A2A | CUT)],
     Layout(8): [
-        (functools.partial(qwen3, kv_heads=4), PAGED, NONE),
-        (functools.partial(llama, kv_heads=8), PAGED, NONE),
+        (functools.partial(write_qwen3, kv_heads=4), PAGED, NONE),
+        (functools.partial(write_llama, kv_heads=8), PAGED, NONE),
     ],
-    Layout(8, dcp=2): [(functools.partial(qwen3_moe, kv_heads=4), STRIPED, AG_RS | WHOLE)],
-    Layout(8, dcp=4): [(functools.partial(llama, kv_heads=2), PAGED, A2A)],
-    Layout(8, dcp=8): [(functools.partial(qwen3, kv_heads=1, **TIED), STRIPED, AG_RS)],
+    Layout(8, dcp=2): [(functools.partial(write_qwen3_moe, kv_heads=4), STRIPED, AG_RS | WHOLE)],
+    Layout(8, dcp=4): [(functools.partial(write_llama, kv_heads=2), PAGED, A2A)],
+    Layout(8, dcp=8): [(functools.partial(write_qwen3, kv_heads=1, **TIED), STRIPED, AG_RS)],
 }
 """Checkpoint, storage and path of each point: more and fewer ranks than KV heads, heads of 64 and 128 columns, tied and
 untied embeddings, every exchange, and pages and stripes of several sizes."""
 
 
-def point(folder: Path, layout: Layout, storage: dict[str, int], exchange: dict[str, Any], backend: str) -> Point:
+def make_point(folder: Path, layout: Layout, storage: dict[str, int], exchange: dict[str, Any], backend: str) -> Point:
     """Return a point in fp32 on the checkpoint in a folder."""
     return Point(
         model=str(folder),
@@ -119,7 +119,7 @@ def write_points(tp: int, folder: Path, backend: str = "reference") -> list[Poin
         for write, storage, exchange in cases if layout.tp == tp else ():
             at = folder / f"checkpoint{len(points)}"
             write(at)
-            points.append(point(at, layout, storage, exchange, backend))
+            points.append(make_point(at, layout, storage, exchange, backend))
     return points
 
 
@@ -190,14 +190,14 @@ def draw_point(draw: random.Random, tp: int, folder: Path) -> Point | None:
     path: dict[str, object] = dict(NONE)
     if dcp > 1:
         path = {"exchange": draw.choice(("ag_rs", "a2a", "symm")), "q_replicate": draw.choice((False, True))}
-    write: Any = draw.choice((qwen3, qwen3_moe, llama))
-    if write is qwen3_moe:
+    write: Any = draw.choice((write_qwen3, write_qwen3_moe, write_llama))
+    if write is write_qwen3_moe:
         changed["norm_topk_prob"] = draw.choice((False, True))
         path["ep"] = draw.choice(("1", "tp"))
     write(folder, kv_heads, **changed)
     page = draw.choice((1, 2, 4, 16))
     storage = {"page_size": page, "interleave": draw.choice([n for n in (1, 2, 4, 16) if page % n == 0])}
-    return point(folder, Layout(tp, dp=dp, dcp=dcp), storage, path, "reference")
+    return make_point(folder, Layout(tp, dp=dp, dcp=dcp), storage, path, "reference")
 
 
 @pytest.mark.long
@@ -214,13 +214,13 @@ def test_random_models_and_layouts_agree_with_transformers(tp: int, tmp_path: Pa
 @pytest.mark.long
 def test_triton_backend_and_symmetric_memory_agree_with_transformers(tmp_path: Path) -> None:
     """Use few and short prompts, because Triton's interpreter is slow."""
-    write: Callable[[Path], None] = functools.partial(qwen3, kv_heads=1, num_hidden_layers=1)
+    write: Callable[[Path], None] = functools.partial(write_qwen3, kv_heads=1, num_hidden_layers=1)
     write(tmp_path / "checkpoint")
     prompts, new = ((5, 90, 17), (202,)), 1
     points = [
-        point(tmp_path / "checkpoint", Layout(2, dcp=2), PAGED, A2A, "triton"),
-        point(tmp_path / "checkpoint", Layout(2, dcp=2), PLAIN, SYMM, "reference"),
-        point(tmp_path / "checkpoint", Layout(2, dcp=2), PLAIN, SYMM | REPLICATED, "reference"),
+        make_point(tmp_path / "checkpoint", Layout(2, dcp=2), PAGED, A2A, "triton"),
+        make_point(tmp_path / "checkpoint", Layout(2, dcp=2), PLAIN, SYMM, "reference"),
+        make_point(tmp_path / "checkpoint", Layout(2, dcp=2), PLAIN, SYMM | REPLICATED, "reference"),
     ]
     assert_verified(points, verify_by_job(points, prompts, new, tmp_path / "run"), len(prompts) * new)
 
@@ -233,10 +233,10 @@ def test_other_precisions_agree_with_equally_rounded_transformers(
     published: bool, stored: dict[str, str], tmp_path: Path
 ) -> None:
     """Run an engine in bf16 on a checkpoint in bf16, and on one in fp8 blocks with an incomplete last block."""
-    qwen3_moe(tmp_path / "checkpoint", kv_heads=2, hidden_size=160, num_hidden_layers=2)
+    write_qwen3_moe(tmp_path / "checkpoint", kv_heads=2, hidden_size=160, num_hidden_layers=2)
     if published:
-        publish_in_fp8(tmp_path / "checkpoint")
-    tested = point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference")
+        convert_to_fp8(tmp_path / "checkpoint")
+    tested = make_point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference")
     tested = msgspec.structs.replace(tested, dtype="bf16", **stored)
     assert {name for name, check in compare_alone(tested, PROMPTS, NEW).items() if not check.ok} == set()
 
@@ -269,8 +269,10 @@ def test_defective_engine_fails_verification(
     defect: Any, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Use keys without norm or rope, KV heads in another order, and values with shifted columns."""
-    qwen3(tmp_path / "checkpoint", kv_heads=2, num_hidden_layers=1)
-    tested = msgspec.structs.replace(point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference"), dtype=dtype)
+    write_qwen3(tmp_path / "checkpoint", kv_heads=2, num_hidden_layers=1)
+    tested = msgspec.structs.replace(
+        make_point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference"), dtype=dtype
+    )
     assert all(check.ok for check in compare_alone(tested, PROMPTS, NEW).values())
     monkeypatch.setattr(gqa, "split_heads", functools.partial(defect, gqa.split_heads))
     assert not compare_alone(tested, PROMPTS, NEW)["layers"].ok
@@ -278,8 +280,8 @@ def test_defective_engine_fails_verification(
 
 def test_missing_rope_scaling_fails_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the scaling of Llama's frequencies, which changes only the slow ones."""
-    llama(tmp_path / "checkpoint", kv_heads=2, num_hidden_layers=1)
-    tested = point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference")
+    write_llama(tmp_path / "checkpoint", kv_heads=2, num_hidden_layers=1)
+    tested = make_point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference")
     assert all(check.ok for check in compare_alone(tested, PROMPTS, NEW).values())
     table = model.make_rope_table
     monkeypatch.setattr(

@@ -60,7 +60,7 @@ def decode_on_two_ranks(folder: Path, out: Path, *more: str) -> Path:
     ranks = {"WORLD_SIZE": "2", "MASTER_PORT": f"test-{os.getpid()}-{out.stem}"}
     environments = [os.environ | ranks | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
     log = str(out.with_suffix(".log"))
-    assert forks.run(*(forks.Program(words, env, log) for env in environments)) == [0, 0], out.with_suffix(
+    assert forks.run_programs(*(forks.Program(words, env, log) for env in environments)) == [0, 0], out.with_suffix(
         ".log"
     ).read_text()
     return out
@@ -143,7 +143,7 @@ def test_fp32_decides_a_planted_near_tie_and_a_planted_wrong_token(
     (difference,) = pair.differences
     assert (difference.prompt, difference.position, difference.left) == (prompt, 9, difference.best)
     assert difference.ahead == pytest.approx(gap)
-    assert (found.exit_code, pair.near_ties, pair.beyond) == ((0, 1, 0) if near else (1, 0, 1))
+    assert (found.exit_code, pair.near_ties, pair.beyond_near_tie) == ((0, 1, 0) if near else (1, 0, 1))
     assert (gap <= found.tie_limit) is near
 
 
@@ -164,7 +164,7 @@ def test_judge_uses_the_dequantised_fp8_weights(folder: Path, tmp_path: Path) ->
     assert 0.01 < error < 0.06
     assert torch.equal(rounded["model.embed_tokens.weight"], drawn["model.embed_tokens.weight"])
     found = decide([one], judge_answers([one], str(fp8), load_shape(str(fp8))))
-    assert found.engines[0].beyond == 0
+    assert found.engines[0].beyond_near_tie == 0
     assert found.engines[0].ratio < 1.5
 
 

@@ -5,14 +5,14 @@ import json
 import pytest
 
 from tests.distributed import kv_gather_ranks as ranks
-from tests.distributed.forked import forked
+from tests.distributed.forked import run_forked
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
 def found(request, tmp_path_factory):
     """Return the results of each rank, in rank order."""
     folder = tmp_path_factory.mktemp("gather")
-    forked("tests.distributed.kv_gather_ranks", str(request.param), str(folder), log=folder / "log")
+    run_forked("tests.distributed.kv_gather_ranks", str(request.param), str(folder), log=folder / "log")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
 
 
@@ -21,7 +21,7 @@ class TestKvGather:
     def test_every_variant_and_buffer_gathers_all_rows_in_token_order(self, found):
         """Gather twice in a row on every rank, so that a buffer is overwritten right after its use."""
         for rank in found:
-            for case in ranks.cases(len(found)):
+            for case in ranks.list_cases(len(found)):
                 assert rank[case.name()]["differences"] == [""] * 3, case.name()
 
     def test_pass_without_a_layer_fails_the_check(self, found):
@@ -34,7 +34,7 @@ class TestKvGather:
         held = {2: [25, 25], 4: [13, 13, 12, 12]}[len(found)]
         for own, rank in zip(held, found, strict=True):
             by_variant = {
-                case.variant: rank[case.name()] for case in ranks.cases(len(found)) if case.sizes["tokens"] == 50
+                case.variant: rank[case.name()] for case in ranks.list_cases(len(found)) if case.sizes["tokens"] == 50
             }
             assert by_variant["direct"]["received_bytes"] == by_variant["nccl"]["received_bytes"] == (50 - own) * 1152
             assert by_variant["nccl"]["comm_bytes"] == (len(found) - 1) * held[0] * 1152

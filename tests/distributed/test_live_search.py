@@ -18,7 +18,7 @@ from dcpbench.launch.jobs import WAITING, decode_progress, read_job
 from dcpbench.plan import grid
 from dcpbench.records.file import read_records
 from tests.cli import dcpbench_fake
-from tests.cli.waiting import until
+from tests.cli.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     """Run a command with real ranks, without its report, and return its exit code and the only result of the search."""
     monkeypatch.setattr(point_runner, "WORKER", "tests.distributed.rank")
     monkeypatch.setattr(reports, "write_report", dcpbench_fake.write_report)
-    monkeypatch.setattr(reports, "render_terminal_table", dcpbench_fake.terminal_table)
+    monkeypatch.setattr(reports, "render_terminal_table", dcpbench_fake.render_terminal_table)
 
     def run(*words: str) -> tuple[int, dict[str, Any]]:
         with pytest.raises(SystemExit) as end:
@@ -91,7 +91,7 @@ def test_killed_search_is_resumed_without_repeating_loads(call: Call, tmp_path: 
     words = [*SERVE, "--dcp", "2", *LENGTHS, *SEARCH, "-o", str(tmp_path)]
     command = [sys.executable, "-m", "tests.distributed.quick_dcpbench", *words]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
-        until((tmp_path / "records.jsonl").exists, run)
+        wait_until((tmp_path / "records.jsonl").exists, run)
         run.kill()
     before = [r.point.get_key() for r in read_records(tmp_path)]
     assert 1 <= len(before) < len(LOADS)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.distributed import mtp_ranks as ranks
-from tests.distributed.forked import forked
+from tests.distributed.forked import run_forked
 
 LIMIT = 1e-4
 
@@ -34,7 +34,7 @@ def test_count_accepted_stops_at_each_wrong_draft():
 def run(request, tmp_path_factory):
     """Return the number of ranks, and the folder of their results."""
     world, folder = request.param, tmp_path_factory.mktemp("mtp")
-    forked("tests.distributed.mtp_ranks", str(world), str(folder), log=folder / "log")
+    run_forked("tests.distributed.mtp_ranks", str(world), str(folder), log=folder / "log")
     return world, folder
 
 
@@ -42,7 +42,7 @@ def run(request, tmp_path_factory):
 def drafted(tmp_path_factory):
     """Return the drafts of one rank: behind decoded tokens, and of served requests."""
     folder = tmp_path_factory.mktemp("alone")
-    forked("tests.distributed.mtp_ranks", "1", str(folder), log=folder / "log")
+    run_forked("tests.distributed.mtp_ranks", "1", str(folder), log=folder / "log")
     return json.loads((folder / "drafted-1-0.json").read_text()), json.loads((folder / "served-1-0.json").read_text())
 
 

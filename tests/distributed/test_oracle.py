@@ -26,7 +26,14 @@ from dcpbench.points.settings import Settings
 from dcpbench.records.folder import FAILED_FILE
 from dcpbench.records.runs import read_last_records
 from dcpbench.workloads import verify as workload
-from tests.distributed.checkpoints import ABSENT, VOCAB, WRITERS, deepseek_v2_of, deepseek_v3_of, yarn
+from tests.distributed.checkpoints import (
+    ABSENT,
+    VOCAB,
+    WRITERS,
+    make_yarn,
+    write_changed_deepseek_v2,
+    write_changed_deepseek_v3,
+)
 from tests.distributed.verifying import verify_by_job
 
 if TYPE_CHECKING:
@@ -88,7 +95,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(base / name) for name in WRITERS}
 
 
-def point(
+def make_point(
     model: str,
     layout: Layout,
     storage: dict[str, int],
@@ -117,7 +124,7 @@ def verify(points: list[Point], prompts: tuple[tuple[int, ...], ...], new: int, 
     assert_verified(points, verify_by_job(points, prompts, new, folder), len(prompts) * new)
 
 
-def alone(tested: Point, prompts: tuple[tuple[int, ...], ...], new: int, folder: Path) -> list[Check]:
+def verify_alone(tested: Point, prompts: tuple[tuple[int, ...], ...], new: int, folder: Path) -> list[Check]:
     """Return the checks of `verify` for a point of one rank, in this process."""
     job = Job(
         kind="verify",
@@ -162,13 +169,13 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(tp, checkpoints, t
     compared.
     """
     points = [
-        point(checkpoints[model], layout, storage, exchange)
+        make_point(checkpoints[model], layout, storage, exchange)
         for layout, cases in GRID.items()
         if layout.tp == tp
         for model, storage, exchange in cases
     ]
     if tp == 1:
-        checks = [check for p in points for check in alone(p, PROMPTS, NEW, tmp_path)]
+        checks = [check for p in points for check in verify_alone(p, PROMPTS, NEW, tmp_path)]
         assert_verified(points, checks, len(PROMPTS) * NEW)
     else:
         verify(points, PROMPTS, NEW, tmp_path)
@@ -182,7 +189,7 @@ def test_two_gpus_agree_with_transformers_with_tp_and_ep_experts(dtype, checkpoi
     bytes.
     """
     points = [
-        msgspec.structs.replace(point(checkpoints[model], layout, PAGED, NONE | ep, "triton"), dtype=dtype)
+        msgspec.structs.replace(make_point(checkpoints[model], layout, PAGED, NONE | ep, "triton"), dtype=dtype)
         for layout in (Layout(2), Layout(2, dp=2))
         for model in ("v3", "v2")
         for ep in (CUT, WHOLE)
@@ -201,17 +208,17 @@ def test_two_gpus_agree_with_transformers_with_tp_and_ep_experts(dtype, checkpoi
 def test_triton_backend_and_symmetric_memory_agree_with_transformers(checkpoints, tmp_path):
     """Use few and short prompts, because Triton's interpreter takes seconds for milliseconds of the reference."""
     prompts, new = ((5, 90, 17), (202,)), 1
-    one = point(checkpoints["v3"], Layout(1), PAGED, NONE, "triton", context=3)
-    assert_verified([one], alone(one, prompts, new, tmp_path), len(prompts) * new)
+    one = make_point(checkpoints["v3"], Layout(1), PAGED, NONE, "triton", context=3)
+    assert_verified([one], verify_alone(one, prompts, new, tmp_path), len(prompts) * new)
     points = [
-        point(checkpoints["v2"], Layout(2, dcp=2), PLAIN, A2A, "triton", context=3),
-        point(checkpoints["v2"], Layout(2, dcp=2), PAGED, SYMM | REDUCED, context=3),
-        point(checkpoints["v2"], Layout(2, dcp=2), PLAIN, SYMM | REPLICATED | PROJECTED, context=3),
+        make_point(checkpoints["v2"], Layout(2, dcp=2), PLAIN, A2A, "triton", context=3),
+        make_point(checkpoints["v2"], Layout(2, dcp=2), PAGED, SYMM | REDUCED, context=3),
+        make_point(checkpoints["v2"], Layout(2, dcp=2), PLAIN, SYMM | REPLICATED | PROJECTED, context=3),
     ]
     verify(points, prompts, new, tmp_path)
 
 
-YARN = yarn(1.0, 0.8)
+YARN = make_yarn(1.0, 0.8)
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OF_V3 = {
     "n_group": 8,
@@ -221,25 +228,25 @@ OF_V3 = {
     "rope_parameters": PLAIN_ROPE,
 }
 VARIANTS: dict[str, tuple[Any, dict[str, object], dict[str, object]]] = {
-    "no-shared-experts": (deepseek_v3_of, {"n_shared_experts": 0}, {}),
-    "null-shared-experts": (deepseek_v3_of, {"n_shared_experts": 0}, {"n_shared_experts": None}),
-    "v2-null-shared-experts": (deepseek_v2_of, {"n_shared_experts": 0}, {"n_shared_experts": None}),
-    "yarn-not-truncated": (deepseek_v3_of, {"rope_parameters": YARN | {"truncate": False}}, {}),
-    "v2-yarn-not-truncated": (deepseek_v2_of, {"rope_parameters": YARN | {"truncate": False}}, {}),
-    "yarn-truncated": (deepseek_v3_of, {"rope_parameters": YARN | {"truncate": True}}, {}),
+    "no-shared-experts": (write_changed_deepseek_v3, {"n_shared_experts": 0}, {}),
+    "null-shared-experts": (write_changed_deepseek_v3, {"n_shared_experts": 0}, {"n_shared_experts": None}),
+    "v2-null-shared-experts": (write_changed_deepseek_v2, {"n_shared_experts": 0}, {"n_shared_experts": None}),
+    "yarn-not-truncated": (write_changed_deepseek_v3, {"rope_parameters": YARN | {"truncate": False}}, {}),
+    "v2-yarn-not-truncated": (write_changed_deepseek_v2, {"rope_parameters": YARN | {"truncate": False}}, {}),
+    "yarn-truncated": (write_changed_deepseek_v3, {"rope_parameters": YARN | {"truncate": True}}, {}),
     "yarn-without-its-first-length": (
-        deepseek_v3_of,
+        write_changed_deepseek_v3,
         {},
         {"rope_parameters": {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"}},
     ),
-    "yarn-attention-factor": (deepseek_v3_of, {"rope_parameters": YARN | {"attention_factor": 1.3}}, {}),
+    "yarn-attention-factor": (write_changed_deepseek_v3, {"rope_parameters": YARN | {"attention_factor": 1.3}}, {}),
     "yarn-of-nulls": (
-        deepseek_v3_of,
+        write_changed_deepseek_v3,
         {},
         {"rope_parameters": YARN | dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale"))},
     ),
     "rope-scaling-as-published": (
-        deepseek_v3_of,
+        write_changed_deepseek_v3,
         {},
         {
             "rope_parameters": ABSENT,
@@ -253,20 +260,20 @@ VARIANTS: dict[str, tuple[Any, dict[str, object], dict[str, object]]] = {
             },
         },
     ),
-    "two-thetas": (deepseek_v3_of, {}, {"rope_theta": 10.0}),
-    "rope-in-halves": (deepseek_v3_of, {"rope_interleave": False}, {}),
-    "not-normalised": (deepseek_v3_of, {"norm_topk_prob": False}, {}),
-    "v2-normalised": (deepseek_v2_of, {"norm_topk_prob": True}, {}),
-    "v2-groups-that-greedy-ignores": (deepseek_v2_of, {"n_group": 4, "topk_group": 1}, {}),
+    "two-thetas": (write_changed_deepseek_v3, {}, {"rope_theta": 10.0}),
+    "rope-in-halves": (write_changed_deepseek_v3, {"rope_interleave": False}, {}),
+    "not-normalised": (write_changed_deepseek_v3, {"norm_topk_prob": False}, {}),
+    "v2-normalised": (write_changed_deepseek_v2, {"norm_topk_prob": True}, {}),
+    "v2-groups-that-greedy-ignores": (write_changed_deepseek_v2, {"n_group": 4, "topk_group": 1}, {}),
     "v2-one-expert-a-group": (
-        deepseek_v2_of,
+        write_changed_deepseek_v2,
         {"topk_method": "group_limited_greedy", "n_group": 16, "topk_group": 5},
         {},
     ),
-    "experts-of-23-columns": (deepseek_v3_of, {"moe_intermediate_size": 23}, {}),
-    "tied": (deepseek_v3_of, {"tie_word_embeddings": True}, {}),
+    "experts-of-23-columns": (write_changed_deepseek_v3, {"moe_intermediate_size": 23}, {}),
+    "tied": (write_changed_deepseek_v3, {"tie_word_embeddings": True}, {}),
     "kimi-k2": (
-        deepseek_v3_of,
+        write_changed_deepseek_v3,
         {"n_group": 1, "topk_group": 1},
         {
             "model_type": "kimi_k2",
@@ -278,7 +285,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, object], dict[str, object]]] = {
         },
     ),
     "what-v3-leaves-out": (
-        deepseek_v3_of,
+        write_changed_deepseek_v3,
         OF_V3,
         dict.fromkeys(
             (
@@ -302,7 +309,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, object], dict[str, object]]] = {
         ),
     ),
     "what-v2-leaves-out": (
-        deepseek_v2_of,
+        write_changed_deepseek_v2,
         {"first_k_dense_replace": 0, "rope_parameters": PLAIN_ROPE},
         dict.fromkeys(
             (
@@ -323,7 +330,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, object], dict[str, object]]] = {
         ),
     ),
     "harmless": (
-        deepseek_v3_of,
+        write_changed_deepseek_v3,
         {},
         {
             "num_nextn_predict_layers": 2,
@@ -354,14 +361,14 @@ def test_every_accepted_configuration_agrees_with_the_oracle(variant, tmp_path):
     """Run in one process, because all layouts share the arithmetic that is compared."""
     write, changed, written = VARIANTS[variant]
     write(tmp_path, changed, written)
-    tested = point(str(tmp_path), Layout(1), PLAIN, NONE, context=9)
-    checks = {c.name: c for c in alone(tested, PROMPTS, NEW, tmp_path)}
+    tested = make_point(str(tmp_path), Layout(1), PLAIN, NONE, context=9)
+    checks = {c.name: c for c in verify_alone(tested, PROMPTS, NEW, tmp_path)}
     assert list(checks) == CHECKS
     assert {name: c.error for name, c in checks.items() if not c.ok} == {}
     assert checks["logits"].error <= LIMIT
 
 
-def command(*arguments: str) -> tuple[int, dict[str, Any], str]:
+def run_verify(*arguments: str) -> tuple[int, dict[str, Any], str]:
     """Run `dcpbench verify …`, and return its exit code, JSON output and stderr."""
     program = [sys.executable, "-m", "tests.distributed.quick_dcpbench", "verify"]
     line = [*program, *arguments, "--backend", "reference", "--json"]
@@ -372,7 +379,7 @@ def command(*arguments: str) -> tuple[int, dict[str, Any], str]:
 @pytest.mark.long
 def test_verify_command_compares_in_half_precision(checkpoints, tmp_path):
     """Check tokens too, as rounding is the engine's own in both."""
-    code, result, _ = command(
+    code, result, _ = run_verify(
         "--checkpoint", checkpoints["v2"], "--tp", "1", "--weights-dtype", "bf16", "-o", str(tmp_path)
     )
     checks = {c["name"]: c for c in result["checks"]}
@@ -402,8 +409,8 @@ def test_family_with_other_field_and_tensor_names_agrees(checkpoints, tmp_path, 
     (folder / "config.json").write_text(json.dumps({"model_type": "named_otherwise", "text_config": fields}))
     tensors = load_file(folder / "model.safetensors")
     save_file({f"language.{name}": t for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    tested = point(str(folder), Layout(1), PLAIN, NONE)
-    checks = {check.name: check for check in alone(tested, PROMPTS[:2], NEW, tmp_path)}
+    tested = make_point(str(folder), Layout(1), PLAIN, NONE)
+    checks = {check.name: check for check in verify_alone(tested, PROMPTS[:2], NEW, tmp_path)}
     assert [name for name, check in checks.items() if not check.ok] == []
     assert {"layers", "logits", "tokens"} <= checks.keys()
 
@@ -416,7 +423,7 @@ def test_verify_command_names_a_missing_tensor(checkpoints, tmp_path):
     tensors = load_file(broken / "model.safetensors")
     del tensors["model.layers.1.mlp.gate.weight"]
     save_file(tensors, broken / "model.safetensors")
-    code, result, errors = command("--checkpoint", str(broken), "--tp", "1", "-o", str(tmp_path / "run"))
+    code, result, errors = run_verify("--checkpoint", str(broken), "--tp", "1", "-o", str(tmp_path / "run"))
     assert (code, result["ok"], result["checks"]) == (4, False, [])
     assert "has no tensor 'model.layers.1.mlp.gate.weight'" in result["failed"][0]["reason"]
     assert "has no tensor 'model.layers.1.mlp.gate.weight'" in errors

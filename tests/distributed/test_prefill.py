@@ -8,7 +8,7 @@ import torch
 from dcpbench.points.layout import Layout
 from tests.distributed import prefill_ranks as ranks
 from tests.distributed.checkpoints import WRITERS
-from tests.distributed.forked import forked
+from tests.distributed.forked import run_forked
 
 LIMIT = 1e-4
 
@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
     from transformers import AutoModelForCausalLM  # takes seconds
 
     made = tmp_path_factory.mktemp("prefill")
-    texts = torch.tensor(ranks.prompts(0) + ranks.prompts(1))
+    texts = torch.tensor(ranks.make_prompts(0) + ranks.make_prompts(1))
     truth = {}
     for name in ("v3", "v2"):
         WRITERS[name](made / name)
@@ -29,8 +29,8 @@ def folder(tmp_path_factory):
         with torch.no_grad():
             truth[name] = torch.stack([oracle(text[None], use_cache=False).logits[0] for text in texts])
     one = ranks.Case("v3", Layout(1), kv="fp8")
-    truth[one.truth] = torch.cat([ranks.alone(one, made, replica) for replica in range(2)])
-    exact = torch.cat([ranks.alone(ranks.Case("v3", Layout(1)), made, replica) for replica in range(2)])
+    truth[one.truth] = torch.cat([ranks.compute_logits_alone(one, made, replica) for replica in range(2)])
+    exact = torch.cat([ranks.compute_logits_alone(ranks.Case("v3", Layout(1)), made, replica) for replica in range(2)])
     known = ~exact.isnan()
     assert (exact - truth["v3"])[known].abs().max() < LIMIT, "one rank with fp32 rows agrees with transformers"
     off = (truth[one.truth] - exact)[known].abs().max() / exact[known].abs().max()
@@ -48,7 +48,7 @@ def test_logits_agree_with_transformers_on_every_layout(world, folder):
     group. Where --collectives all-reduce=symm has memory for two rows, prompt steps are reduced without it. Over fp8
     rows, logits equal those of one rank with all rows, because stored rows are exchanged.
     """
-    forked("tests.distributed.prefill_ranks", str(world), str(folder), log=folder / f"log-{world}")
+    run_forked("tests.distributed.prefill_ranks", str(world), str(folder), log=folder / f"log-{world}")
     for rank in range(world):
         errors = json.loads((folder / f"{world}-{rank}.json").read_text())
         for case, error in zip(ranks.CASES[world], errors, strict=True):

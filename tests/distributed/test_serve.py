@@ -17,7 +17,7 @@ from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
 from dcpbench.serving.loads import make_requests
 from dcpbench.serving.samples import read_samples
-from tests.distributed.checkpoints import VOCAB, deepseek_v3_of
+from tests.distributed.checkpoints import VOCAB, write_changed_deepseek_v3
 from tests.distributed.verifying import continue_greedily
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ EXCHANGES = {True: "ag_rs", False: "none"}
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("checkpoint") / "v3"
-    deepseek_v3_of(folder, {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 0}, {})
+    write_changed_deepseek_v3(folder, {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 0}, {})
     return str(folder)
 
 
@@ -64,7 +64,7 @@ def truth(checkpoint: str):
     return continue_prompts
 
 
-def point(checkpoint: str, layout: Layout, load: Load, concurrency: int = 6, **fields: object) -> Point:
+def make_point(checkpoint: str, layout: Layout, load: Load, concurrency: int = 6, **fields: object) -> Point:
     """Return a point in fp32 on the checkpoint."""
     return Point(
         model=checkpoint,
@@ -90,7 +90,7 @@ def serve(points: list[Point], folder: Path, settings: Settings = Settings()) ->
     return read_records(folder)
 
 
-def streams(record: Record, folder: Path) -> list[list[int]]:
+def read_streams(record: Record, folder: Path) -> list[list[int]]:
     """Return the tokens of all requests by number."""
     assert record.outcome == "ok", record.detail
     rows: list[Row] = sorted(read_samples(folder / record.serve.samples_file), key=lambda row: row.number)
@@ -130,7 +130,7 @@ def served(checkpoint: str, tmp_path_factory: pytest.TempPathFactory):
         if name not in known:
             mine = {n: case for n, case in CASES.items() if case[0].tp == CASES[name][0].tp}
             loads = {n: msgspec.structs.replace(LOAD, **changes) for n, (_, _, changes) in mine.items()}
-            points = {n: point(checkpoint, mine[n][0], load, **mine[n][1]) for n, load in loads.items()}
+            points = {n: make_point(checkpoint, mine[n][0], load, **mine[n][1]) for n, load in loads.items()}
             folder = tmp_path_factory.mktemp("run")
             records = {record.point.get_key(): record for record in serve(list(points.values()), folder)}
             known.update({n: (load, records[points[n].get_key()], folder) for n, load in loads.items()})
@@ -143,7 +143,7 @@ def served(checkpoint: str, tmp_path_factory: pytest.TempPathFactory):
 def test_forty_requests_on_tp4_dcp4_match_transformers(served, truth):
     """Use 40 prompts, half of each shared, six at a time: chunks of two pages, hits in the prefix cache, mixed steps."""
     load, record, folder = served("forty")
-    assert streams(record, folder) == truth(load)
+    assert read_streams(record, folder) == truth(load)
     assert (record.serve.finished, record.serve.rejected, record.serve.cancelled) == (40, 0, 0)
     assert record.serve.cached_tokens > 0
     assert record.serve.decode_steps < record.serve.steps
@@ -155,7 +155,7 @@ def test_forty_requests_on_tp4_dcp4_match_transformers(served, truth):
 def test_answers_of_every_layout_match_transformers(case, served, truth):
     """Use replicas with unequal rows, stripes, both policies, each exchange and its options."""
     load, record, folder = served(case)
-    assert streams(record, folder) == truth(load)
+    assert read_streams(record, folder) == truth(load)
 
 
 @pytest.mark.long
@@ -164,8 +164,8 @@ def test_step_with_accepted_drafts_yields_one_more_token(checkpoint, tmp_path):
     that the others take three steps.
     """
     load = msgspec.structs.replace(LOAD, output_tokens="8")
-    (record,) = serve([point(checkpoint, Layout(2, dcp=2), load, mtp=2, acceptance="1/1")], tmp_path)
-    assert [len(tokens) for tokens in streams(record, tmp_path)] == [8] * 12
+    (record,) = serve([make_point(checkpoint, Layout(2, dcp=2), load, mtp=2, acceptance="1/1")], tmp_path)
+    assert [len(tokens) for tokens in read_streams(record, tmp_path)] == [8] * 12
     assert record.serve.speculation.steps == 3 * 12
     assert record.serve.speculation.accepted == [36, 36]
     assert record.serve.speculation.tokens_per_step == 3
@@ -180,11 +180,11 @@ def test_preempted_requests_match_transformers(checkpoint, truth, tmp_path):
     page_bytes = 2 * LAYERS * (32 + 16) * 4
     load = msgspec.structs.replace(LOAD, input_tokens="uniform:1-30", output_tokens=f"{OUTPUT}", prefix_share=0.0)
     settings = Settings(kv_memory_bytes=12 * page_bytes)
-    (record,) = serve([point(checkpoint, layout, load)], tmp_path, settings)
+    (record,) = serve([make_point(checkpoint, layout, load)], tmp_path, settings)
     rejected = [i for i, r in enumerate(make_requests(load, VOCAB)) if r.kv_tokens > 11 * 4]
     assert record.serve.preemptions > 0
     assert (record.serve.rejected, record.serve.finished) == (len(rejected), 12 - len(rejected))
-    found = streams(record, tmp_path)
+    found = read_streams(record, tmp_path)
     assert [t for i, t in enumerate(found) if i not in rejected] == [
         t for i, t in enumerate(truth(load)) if i not in rejected
     ]
@@ -195,7 +195,7 @@ def test_preempted_requests_match_transformers(checkpoint, truth, tmp_path):
 def test_time_limit_ends_an_open_loop_and_cancels_pending_requests(checkpoint, tmp_path):
     """Send a request every thousand seconds: one is served, and the limit of a second ends the run."""
     load = msgspec.structs.replace(LOAD, arrival="gamma", request_rate=0.001, output_tokens="2")
-    (record,) = serve([point(checkpoint, Layout(1), load)], tmp_path, Settings(limit_seconds=1.0))
+    (record,) = serve([make_point(checkpoint, Layout(1), load)], tmp_path, Settings(limit_seconds=1.0))
     assert record.outcome == "ok"
     assert (record.serve.submitted, record.serve.finished) == (1, 1)
     assert record.serve.steady_tok_s is None
@@ -209,7 +209,7 @@ def test_sessions_match_transformers_and_reuse_cached_answers(checkpoint, tmp_pa
     load = msgspec.structs.replace(
         LOAD, turns="3", turn_tokens="5", input_tokens="9", output_tokens="7", prefix_share=0.0
     )
-    session_point = point(checkpoint, Layout(4, dp=2, dcp=2), load, 4, **A2A_WIDE)
+    session_point = make_point(checkpoint, Layout(4, dp=2, dcp=2), load, 4, **A2A_WIDE)
     (record,) = serve([session_point], tmp_path)
     rows = sorted(read_samples(tmp_path / record.serve.samples_file), key=lambda row: row.number)
     requests = make_requests(load, VOCAB)
@@ -226,8 +226,8 @@ def test_sessions_match_transformers_and_reuse_cached_answers(checkpoint, tmp_pa
 def test_only_the_first_load_of_an_engine_has_the_phases_of_its_start(checkpoint, tmp_path):
     """Serve two loads by one engine, and a third by an engine with other pages, which is built for it."""
     loads = [msgspec.structs.replace(LOAD, requests=count, output_tokens="2") for count in (2, 3)]
-    points = [point(checkpoint, Layout(1), load) for load in loads]
-    points.append(point(checkpoint, Layout(1), loads[0], page_size=4))
+    points = [make_point(checkpoint, Layout(1), load) for load in loads]
+    points.append(make_point(checkpoint, Layout(1), loads[0], page_size=4))
     starts = [record.start or [] for record in serve(points, tmp_path)]
     first = ["starting", "building the engine", "capturing CUDA graphs", "warming up"]
     assert [[phase.name for phase in start] for start in starts] == [first, [], first[1:]]

@@ -34,7 +34,7 @@ SETTINGS = Settings(profile=False)
 CPU = Probe(device="cpu", count=0, name="CPU")
 
 
-def point(layout: Layout = Layout(2, dcp=2), concurrency: int = 6, **changes: object) -> Point:  # noqa: B008 - frozen
+def make_point(layout: Layout = Layout(2, dcp=2), concurrency: int = 6, **changes: object) -> Point:  # noqa: B008 - frozen
     """Return a point of the tiny model on the CPU."""
     return Point(
         model="tiny",
@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> list[Record]:
     """Replay two points of one engine path and one of another in one job."""
-    return run([point(), point(concurrency=2, seed=1), point(REPLICAS, **OTHERS)], folder)
+    return run([make_point(), make_point(concurrency=2, seed=1), make_point(REPLICAS, **OTHERS)], folder)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def one_rank(folder: Path) -> Record:
     """Replay a point of one rank, with the code's commit set to "one"."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DCPBENCH_GIT_COMMIT", "one")
-        return run([point(LONE, **OTHERS)], folder)[0]
+        return run([make_point(LONE, **OTHERS)], folder)[0]
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +161,8 @@ def test_resumed_run_reuses_step_times_of_the_same_commit(folder, one_rank, monk
     file = folder / one_rank.conditions.step_times
     written = file.stat().st_mtime_ns
     monkeypatch.setenv("DCPBENCH_GIT_COMMIT", "one")
-    run([point(LONE, seed=1, **OTHERS)], folder)
+    run([make_point(LONE, seed=1, **OTHERS)], folder)
     assert file.stat().st_mtime_ns == written
     monkeypatch.setenv("DCPBENCH_GIT_COMMIT", "two")
-    run([point(LONE, seed=2, **OTHERS)], folder)
+    run([make_point(LONE, seed=2, **OTHERS)], folder)
     assert file.stat().st_mtime_ns != written

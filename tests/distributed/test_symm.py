@@ -19,12 +19,12 @@ from dcpbench.kernels.symm_mem import MAX_BLOCKS, BufferAllocator, Peers
 from dcpbench.kernels.symm_mem.all_reduce import add_up_reference
 from dcpbench.kernels.symm_mem.pull_merge import merge_reference
 from tests.distributed import symm_ranks as ranks
-from tests.distributed.forked import forked
+from tests.distributed.forked import run_forked
 
 CASES = [
     pytest.param(world, layout, marks=[pytest.mark.long] if world > 2 else [])
     for world in ranks.WORLDS
-    for layout in ranks.layouts(world)
+    for layout in ranks.list_layouts(world)
 ]
 
 
@@ -35,10 +35,10 @@ def found(tmp_path_factory):
     @functools.cache
     def run(world):
         folder = tmp_path_factory.mktemp(f"symm{world}")
-        forked("tests.distributed.symm_ranks", str(world), str(folder), log=folder / "log")
+        run_forked("tests.distributed.symm_ranks", str(world), str(folder), log=folder / "log")
         return {
             layout: [torch.load(folder / f"{layout}-{rank}.pt") for rank in range(world)]
-            for layout in ranks.layouts(world)
+            for layout in ranks.list_layouts(world)
         }
 
     return lambda world, layout: run(world)[layout]
@@ -46,7 +46,7 @@ def found(tmp_path_factory):
 
 def assert_merged(got_hBR, layout, rank, layer, batch):
     """Compare with the fp64 merge of the drawn data, with the accuracy of fp32 sums of 8 terms."""
-    _, o_NBHR, lse_NBH = ranks.drawn(layout.dcp, rank // layout.dcp, layer, batch)
+    _, o_NBHR, lse_NBH = ranks.draw_layer(layout.dcp, rank // layout.dcp, layer, batch)
     want_hBR = merge_reference(o_NBHR.double(), lse_NBH.double(), layout.get_dcp_rank(rank))
     assert got_hBR.shape == want_hBR.shape
     assert torch.allclose(got_hBR.double(), want_hBR, atol=2e-6)
@@ -62,7 +62,9 @@ class TestSymm:
         for rank, got in enumerate(found(world, layout)):
             for index, (q_BHQ, o_hBR) in enumerate(got["layers"]):
                 layer, exchange = divmod(index, 2)
-                q_NBhQ, _, _ = ranks.drawn(layout.dcp, rank // layout.dcp, layer + 50 * exchange, ranks.BATCHES[layer])
+                q_NBhQ, _, _ = ranks.draw_layer(
+                    layout.dcp, rank // layout.dcp, layer + 50 * exchange, ranks.BATCHES[layer]
+                )
                 assert q_BHQ.is_contiguous()
                 assert torch.equal(q_BHQ, to_head_order_reference(q_NBhQ))
                 assert_merged(o_hBR, layout, rank, layer + 50 * exchange, ranks.BATCHES[layer])
@@ -89,13 +91,13 @@ class TestSymm:
             group = rank // layout.dcp
             members = range(group * layout.dcp, (group + 1) * layout.dcp)
             for number, total in enumerate(got["sums"]):
-                addends = torch.stack([ranks.addend(member, number) for member in members])
+                addends = torch.stack([ranks.draw_addend(member, number) for member in members])
                 assert torch.equal(total, add_up_reference(addends))
 
 
 def test_group_of_one_rank_returns_its_own_output():
-    exchange = make_exchange("symm", Group(size=1, rank=0, handle=None), ranks.spec())
-    q_NBhQ, o_NBHR, lse_NBH = ranks.drawn(1, 0, 0, 2)
+    exchange = make_exchange("symm", Group(size=1, rank=0, handle=None), ranks.make_spec())
+    q_NBhQ, o_NBHR, lse_NBH = ranks.draw_layer(1, 0, 0, 2)
     q_BhQ = exchange.get_query_buffer(2)
     q_BhQ.copy_(q_NBhQ[0])
     assert torch.equal(exchange.gather_q(q_BhQ), q_NBhQ[0])
@@ -126,7 +128,7 @@ class TestRefusals:
         monkeypatch.setattr(symmetric_memory, "gather_values", lambda _group, value: [value])
         group = Group(size=2, rank=0, handle=object())
         with pytest.raises(CapacityError, match=r"--exchange symm: this machine has no .*none.*; use --exchange a2a"):
-            make_exchange("symm", group, ranks.spec())
+            make_exchange("symm", group, ranks.make_spec())
 
     def test_failed_allocation_of_one_rank_is_raised_on_all_ranks(self, monkeypatch):
         """Raise everywhere, because a rank with memory would wait for the others forever."""

@@ -1,8 +1,9 @@
-"""Run the fake worker with one fault on one rank at one moment: `FAULT=MOMENT:RANK:WHOM:WHAT`. WHOM is the rank
-itself, the process that keeps account of it, the agent, or the command. WHAT is the number of a signal, `raise`,
-`out-of-memory` or `illegal-access` (torch's errors, by name), `exit-N`, `full` (the disk is full), or `moved` (the
-run's folder is renamed). The moments are those of table.py; all but the first and the last two belong to the point
-with the context AT.
+"""Run the fake worker with one fault on one rank at one moment: `FAULT=MOMENT:RANK:TARGET:KIND`.
+
+TARGET is `rank`, `account` (the rank's supervising process of subprocess_guard.py), `agent` or `command`. KIND is the
+number of a signal, `raise`, `out-of-memory` or `illegal-access` (errors named like torch's), `exit-N`, `full` (the disk is
+full), or `moved` (the run's folder is renamed). table.py defines the moments. The moments build, measure, record and
+recorded belong to the point with the context FAULTY_CONTEXT.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from dcpbench.records.folder import RECORDS_FILE
 if TYPE_CHECKING:
     from dcpbench.points.point import Point
 
-AT = 302
+FAULTY_CONTEXT = 302
 FAULT = "DCPBENCH_FAULT"
 DONE = "fault-done"
 
 
 class OutOfMemoryError(RuntimeError):
-    """An error with the name of torch's."""
+    """Have the name of torch's error."""
 
 
 class AcceleratorError(RuntimeError):
-    """An error with the name of torch's."""
+    """Have the name of torch's error."""
 
 
 RAISED = {
@@ -42,107 +43,113 @@ RAISED = {
     "out-of-memory": OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     "illegal-access": AcceleratorError("CUDA error: an illegal memory access was encountered"),
 }
-MOMENT, WHICH, WHOM, WHAT = os.environ[FAULT].split(":")
+MOMENT, RANK, TARGET, KIND = os.environ[FAULT].split(":")
 
 
 def cause_fault(folder: Path) -> None:
-    """Cause the fault."""
+    """Cause the fault; return only by an exception."""
     with (folder / DONE).open("x") as done:
         done.write(os.environ[PARENT])
-    if WHAT in RAISED:
-        raise RAISED[WHAT]
-    if WHAT.startswith("exit-"):
-        os._exit(int(WHAT.removeprefix("exit-")))
-    if WHAT == "full":
+    if KIND in RAISED:
+        raise RAISED[KIND]
+    if KIND.startswith("exit-"):
+        os._exit(int(KIND.removeprefix("exit-")))
+    if KIND == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    if WHAT == "moved":
+    if KIND == "moved":
         folder.rename(folder.with_name("moved"))
     else:
-        os.kill(_whom(), int(WHAT))
-    while True:  # until it is noticed
+        os.kill(_find_target(), int(KIND))
+    while True:  # wait until the fault ends this rank
         time.sleep(0.05)
 
 
-def _whom() -> int:
-    """Return the process id of the target: each process is the parent of the one before."""
+def _find_target() -> int:
+    """Return the process id of the target. Each process in the list is the parent of the previous one."""
     pid = os.getpid()
     for name in ("rank", "account", "agent", "command"):
-        if name == WHOM:
+        if name == TARGET:
             return pid
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    raise ValueError(WHOM)
+    raise ValueError(TARGET)
 
 
-def _was_another_job(done: Path) -> bool:
-    """Return True if the fault has happened in an earlier job; in this job another rank may have come first."""
+def _happened_before(done: Path) -> bool:
+    """Return True if the fault has happened in an earlier job, and not only on another rank of this job."""
     return done.exists() and done.read_text() not in ("", os.environ[PARENT])
 
 
 class Rank:
-    """Run the fake worker's steps with a fault between them, which the other rank waits for as in a collective."""
+    """Replace steps of the fake worker to inject the fault; the other rank waits for it as in a collective."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.over = folder, _was_another_job(folder / DONE)
-        self.build, self.answer, self.end = fake_worker.build, fake_worker.answer, fake_worker.wait_for_the_end
-        self.append = RecordFile.append
+        self.folder, self.happened = folder, _happened_before(folder / DONE)
+        self.original_build = fake_worker.build_engine
+        self.original_measure = fake_worker.measure_point
+        self.original_wait = fake_worker.wait_for_end
+        self.original_append = RecordFile.append
 
-    def at(self, moment: str, point: Point | None = None) -> bool:
+    def is_due(self, moment: str, point: Point | None = None) -> bool:
         """Return True if the fault is due now, on this rank or on the other."""
-        return not self.over and moment == MOMENT and (point is None or point.context == AT)
+        return not self.happened and moment == MOMENT and (point is None or point.context == FAULTY_CONTEXT)
 
-    def pass_by(self, moment: str, point: Point | None = None) -> None:
-        """Cause the fault if this is the rank and the moment."""
-        if self.at(moment, point) and int(WHICH) == fake_worker.RANK:
+    def cause_if_due(self, moment: str, point: Point | None = None) -> None:
+        """Cause the fault if it is due now on this rank."""
+        if self.is_due(moment, point) and int(RANK) == fake_worker.RANK:
             cause_fault(self.folder)
 
-    def importing(self) -> None:
-        """Cause the fault, or wait for its consequences: no rank continues before all have arrived."""
-        if self.at("importing"):
-            self.pass_by("importing")
+    def import_modules(self) -> None:
+        """Cause the fault during imports, or wait until the other rank's fault ends this rank."""
+        if self.is_due("importing"):
+            self.cause_if_due("importing")
             while True:
                 time.sleep(0.05)
 
-    def meet(self, job: jobs.Job, moment: str, point: Point) -> None:
-        """Cause the fault, or wait for its consequences."""
-        if self.at(moment, point):
-            fake_worker.wait_for(job, point, moment)
-            self.pass_by(moment, point)
+    def cause_or_wait(self, job: jobs.Job, moment: str, point: Point) -> None:
+        """Cause the fault if it is due, or wait until the other rank's fault ends this rank."""
+        if self.is_due(moment, point):
+            fake_worker.wait_for_stage(job, point, moment)
+            self.cause_if_due(moment, point)
             while True:
                 time.sleep(0.05)
 
-    def building(self, job: jobs.Job, point: Point) -> None:
-        """Replace fake_worker.build."""
-        self.meet(job, "build", point)
-        self.build(job, point)
+    def build_engine(self, job: jobs.Job, point: Point) -> None:
+        """Replace fake_worker.build_engine."""
+        self.cause_or_wait(job, "build", point)
+        self.original_build(job, point)
 
-    def answering(self, job: jobs.Job, point: Point) -> str:
-        """Replace fake_worker.answer."""
-        self.meet(job, "measure", point)
-        answer = self.answer(job, point)
-        self.pass_by("recorded", point)
-        return answer
+    def measure_point(self, job: jobs.Job, point: Point) -> str:
+        """Replace fake_worker.measure_point."""
+        self.cause_or_wait(job, "measure", point)
+        note = self.original_measure(job, point)
+        self.cause_if_due("recorded", point)
+        return note
 
-    def appending(self, of: RecordFile, record: Any) -> None:
+    def append_record(self, file: RecordFile, record: Any) -> None:
         """Replace RecordFile.append."""
-        self.append(of, record)
-        if self.at("record", record.point):
+        self.original_append(file, record)
+        if self.is_due("record", record.point):
             path = self.folder / RECORDS_FILE
             os.truncate(path, path.stat().st_size - 100)
-        self.pass_by("record", record.point)
+        self.cause_if_due("record", record.point)
 
-    def ending(self, job: jobs.Job) -> None:
-        """Replace fake_worker.wait_for_the_end."""
-        self.end(job)
-        self.pass_by("end")
+    def wait_for_end(self, job: jobs.Job) -> None:
+        """Replace fake_worker.wait_for_end."""
+        self.original_wait(job)
+        self.cause_if_due("end")
 
 
 def main() -> None:
     """Run the fake worker with the fault."""
     if sys.argv[1] != "--probe":
         rank = Rank(Path(jobs.read_job(Path(sys.argv[1])).folder))
-        rank.importing()
-        fake_worker.build, fake_worker.answer, fake_worker.wait_for_the_end = rank.building, rank.answering, rank.ending
-        RecordFile.append = lambda of, record: rank.appending(of, record)  # noqa: PLW0108 -- becomes a method
+        rank.import_modules()
+        fake_worker.build_engine, fake_worker.measure_point, fake_worker.wait_for_end = (
+            rank.build_engine,
+            rank.measure_point,
+            rank.wait_for_end,
+        )
+        RecordFile.append = lambda file, record: rank.append_record(file, record)  # noqa: PLW0108 -- becomes a method
     fake_worker.main()
 
 

@@ -12,19 +12,19 @@ from typing import NamedTuple
 
 IMPORTING, BUILD, MEASURE, RECORD, RECORDED, END = "importing", "build", "measure", "record", "recorded", "end"
 MOMENTS = (IMPORTING, BUILD, MEASURE, RECORD, RECORDED, END)
-"""Moments of a rank: before its first point · building a point's engine · measuring it · half of the record is written ·
-the record is written, but not reported · all points are done.
+"""Moments of a rank: before the first point; while it builds a point's engine; while it measures the point; after half of
+the record is written; before it reports the written record; after all points.
 """
-OF_RANK_0 = (RECORD, RECORDED)  # moments at which only rank 0 does anything
+RANK_0_MOMENTS = (RECORD, RECORDED)  # moments of rank 0, which writes the records
 COMMAND, AGENT, ACCOUNT, RANK = "command", "agent", "account", "rank"
 ALL_MEASURED, SOME_FAILED, REFUSED, NO_DISK = 0, 4, 2, 3
 
 
 class Case(NamedTuple):
-    """A fault, its moment, and its expected outcome."""
+    """Hold a fault, its moment, and its expected outcome."""
 
-    whom: str
-    what: str  # the number of a signal, or a word of faulty.py
+    whom: str  # process that the fault hits
+    what: str  # number of a signal, or another KIND of faulty.py
     moment: str
     ends: tuple[int, ...]  # accepted exit codes of the first command
     reason: str = ""  # regular expression for the reason in the record of the failed point
@@ -33,7 +33,7 @@ class Case(NamedTuple):
     @property
     def rank(self) -> int:
         """Rank on which the fault happens."""
-        return 0 if self.moment in OF_RANK_0 else 1
+        return 0 if self.moment in RANK_0_MOMENTS else 1
 
     @property
     def name(self) -> str:
@@ -43,24 +43,24 @@ class Case(NamedTuple):
         )
 
 
-def _killed() -> list[Case]:
+def _list_kills() -> list[Case]:
     """Return the cases in which a signal ends one process of a run at one moment."""
     found = []
     for whom, number, moment in itertools.product((COMMAND, AGENT, ACCOUNT, RANK), (9, 15, 2), MOMENTS):
         if whom == AGENT and number == signal.SIGINT:
-            continue  # it receives none: it is in a separate session
+            continue  # the agent has a separate session, which gets no Ctrl-C
         if whom == COMMAND:
             ends, reason = ((-number,) if number == signal.SIGKILL else (128 + number,)), ""
         elif moment in (BUILD, MEASURE, RECORD):
-            ends, reason = (SOME_FAILED,), WHY.get((whom, number), "")
+            ends, reason = (SOME_FAILED,), KILL_REASONS.get((whom, number), "")
         else:
             ends, reason = (ALL_MEASURED,), ""
-        short = (whom, number, moment) in SHORT
+        short = (whom, number, moment) in SHORT_CASES
         found.append(Case(whom, str(number), moment, ends, reason, short))
     return found
 
 
-WHY = {
+KILL_REASONS = {
     (RANK, 9): r"rank \d was killed by signal 9",
     (RANK, 15): r"rank \d was ended by signal 15 \(SIGTERM\), sent by another process",
     (RANK, 2): r"rank \d was ended by signal 2 \(SIGINT\), sent by another process",
@@ -69,7 +69,7 @@ WHY = {
     (ACCOUNT, 2): r"rank \d was ended by signal 2 \(SIGINT\), sent by another process",
     (AGENT, 9): r"torchrun itself was ended by signal 9 \(SIGKILL\)",
 }
-SHORT = {
+SHORT_CASES = {
     (COMMAND, 9, MEASURE),
     (AGENT, 9, BUILD),
     (ACCOUNT, 9, RECORDED),
@@ -79,7 +79,7 @@ SHORT = {
 }
 
 
-def _wrong() -> list[Case]:
+def _list_rank_errors() -> list[Case]:
     """Return the cases in which a rank ends by itself."""
     found = []
     for what, reason in (
@@ -95,8 +95,8 @@ def _wrong() -> list[Case]:
     return found
 
 
-def _files() -> list[Case]:
-    """Return the cases of a full disk or a missing run folder, in which no point fails and the command names the fix."""
+def _list_disk_faults() -> list[Case]:
+    """Return the cases of a full disk or a moved run folder. No point fails, and the command's message has a remedy."""
     return [
         *(Case(RANK, "full", moment, (NO_DISK,)) for moment in (BUILD, MEASURE)),
         *(
@@ -106,5 +106,5 @@ def _files() -> list[Case]:
     ]
 
 
-CASES = [*_killed(), *_wrong(), *_files()]
-DAMAGE = ("flipped", "cut", "nuls", "joined", "removed", "garbage")  # damage to a file of records between two commands
+CASES = [*_list_kills(), *_list_rank_errors(), *_list_disk_faults()]
+DAMAGES = ("flipped", "cut", "nuls", "joined", "removed", "garbage")  # damage to a file of records between two commands

@@ -15,8 +15,8 @@ from dcpbench.launch import launcher
 from dcpbench.records.file import read_records
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.repair import repair_file
-from tests.cli.job_processes import MARK, processes, wait_until
-from tests.faults.table import CASES, DAMAGE, MEASURE, SOME_FAILED, Case
+from tests.cli.job_processes import MARK_VARIABLE, find_processes, wait_until
+from tests.faults.table import CASES, DAMAGES, MEASURE, SOME_FAILED, Case
 
 pytestmark = pytest.mark.timeout(300)
 HERE = Path(__file__).parent
@@ -30,14 +30,14 @@ def run_sweep(folder: Path, *words: str, fault: str = "never:0::") -> tuple[int,
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, (HERE, CLI, ROOT))),
         "DCPBENCH_FAULT": fault,
-        MARK: str(folder),
+        MARK_VARIABLE: str(folder),
     }
     command = [sys.executable, str(HERE / "command.py"), *SWEEP, *words]
     with (folder / "stderr.txt").open("wb+") as stderr:
         code = subprocess.call(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=stderr)
         stderr.seek(0)
         text = stderr.read().decode()
-    wait_until(lambda: not processes(str(folder)), "no process is left")
+    wait_until(lambda: not find_processes(str(folder)), "no process is left")
     return code, text
 
 
@@ -46,7 +46,7 @@ def list_good_contexts(run: Path) -> list[int]:
     return sorted(record.point.context for record in read_records(run) if record.outcome == "ok")
 
 
-def params() -> list[object]:
+def list_params() -> list[object]:
     """Return all cases: the short ones of the moment MEASURE for `make test`, the other short ones as long tests, and the rest for `make soak`."""
     found = []
     for case in CASES:
@@ -55,7 +55,7 @@ def params() -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("case", params())
+@pytest.mark.parametrize("case", list_params())
 def test_run_survives_a_fault_and_names_its_cause(case: Case, tmp_path: Path) -> None:
     code, stderr = run_sweep(tmp_path, fault=f"{case.moment}:{case.rank}:{case.whom}:{case.what}")
     run = tmp_path / "run"
@@ -73,7 +73,7 @@ def test_run_survives_a_fault_and_names_its_cause(case: Case, tmp_path: Path) ->
     assert list_good_contexts(run) == list(CONTEXTS)
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.soak
 def test_damaged_records_are_repaired_and_measured_again(damage: str, tmp_path: Path) -> None:
     """Damage the second of three records; after the repair the same command measures only the missing points."""
@@ -102,4 +102,4 @@ def test_damaged_records_are_repaired_and_measured_again(damage: str, tmp_path: 
 def test_table_has_at_least_sixty_distinct_cases() -> None:
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
-    assert len(names) + len(DAMAGE) >= 60
+    assert len(names) + len(DAMAGES) >= 60

@@ -1,7 +1,7 @@
-"""Run the simplest hand-over between warpgroups: one stores and arrives at a barrier, the other waits and loads.
+"""Run a minimal kernel in which one warpgroup stores data, arrives at a barrier, and another one waits and loads it.
 
-Each turn has separate memory and a separate barrier. A race checker reports the same here as for every kernel that Triton
-divides among warpgroups:
+Each turn has its own memory and its own barrier. A race checker reports the same for this kernel as for every kernel that
+Triton divides among warpgroups:
 
     compute-sanitizer --tool racecheck python -m tests.kernels.hand_over
 """
@@ -19,7 +19,7 @@ TURNS, WIDTH = 4, 128
 
 
 @gluon.jit
-def _give(tile, full, TURNS: gl.constexpr, WIDTH: gl.constexpr):
+def _store_tiles(tile, full, TURNS: gl.constexpr, WIDTH: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     i = gl.arange(0, WIDTH, layout=layout)
     for turn in range(TURNS):
@@ -28,7 +28,7 @@ def _give(tile, full, TURNS: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _take(tile, full, out, TURNS: gl.constexpr, WIDTH: gl.constexpr):
+def _load_tiles(tile, full, out, TURNS: gl.constexpr, WIDTH: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     i = gl.arange(0, WIDTH, layout=layout)
     for turn in range(TURNS):
@@ -43,7 +43,9 @@ def hand_over_kernel(out, TURNS: gl.constexpr, WIDTH: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
     for turn in gl.static_range(TURNS):
         mbarrier.init(full.index(turn), count=1)
-    gl.warp_specialize([(_take, (tile, full, out, TURNS, WIDTH)), (_give, (tile, full, TURNS, WIDTH))], [4], [96])
+    gl.warp_specialize(
+        [(_load_tiles, (tile, full, out, TURNS, WIDTH)), (_store_tiles, (tile, full, TURNS, WIDTH))], [4], [96]
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run each fast kernel once, on small shapes and one GPU, for a checker of memory and races.
+"""Run each fast kernel once with small shapes on one GPU, under a checker of memory accesses or races.
 
     compute-sanitizer --tool memcheck python -m tests.kernels.small_shapes [FAMILY…]
     compute-sanitizer --tool racecheck python -m tests.kernels.small_shapes [FAMILY…]
@@ -37,17 +37,17 @@ from dcpbench.models.weight_formats import INT4_GROUPS
 from dcpbench.points.layout import Prefix
 from tests.kernels.test_peers import Ranks
 
-REACHED = 1000
-"""Number of barriers that all peers have already reached, because ranks run one after another and must not wait."""
-MERGE = 1  # place of the merge's counters: signals are their first row alone, behind it blocks count their calls
+REACHED_BARRIERS = 1000
+"""Number of barriers that all peers have already reached. Ranks run one after another, and must not wait."""
+MERGE_COUNTERS = 1  # index of the counters of merge_from_peers: the first row has the signals, and further rows count calls of blocks
 
 
-def attention() -> None:
-    """Run a split request, an empty one and one of a single row; one block of heads, and two; rows in bf16 and e4m3."""
+def run_attention() -> None:
+    """Run attention over a split request, an empty one and one with a single row, for several numbers of heads and both KV dtypes."""
     lengths, page = [700, 0, 70, 1], 16
     used = [-(-n // page) for n in lengths]
     pages = np.split(np.arange(sum(used), dtype=np.int32), np.cumsum(used)[:-1])
-    rows = _normal(sum(used), page, 576)
+    rows = _draw_normal(sum(used), page, 576)
     for heads, kv in itertools.product((20, 40, 128), (rows, rows.to(torch.float8_e4m3fn))):
         spec = AttentionSpec(
             batch=len(lengths),
@@ -64,20 +64,18 @@ def attention() -> None:
         backend = make_backend("triton", spec)
         backend.plan(Shards(pages=pages, lengths=lengths))
         o = torch.empty(len(lengths), heads, 512, dtype=rows.dtype, device=kv.device)
-        backend.run(_normal(len(lengths), heads, 576), kv, o, torch.empty(len(lengths), heads, device=kv.device))
+        backend.run(_draw_normal(len(lengths), heads, 576), kv, o, torch.empty(len(lengths), heads, device=kv.device))
 
 
-def gqa() -> None:
-    """Run a split request, an empty one and one of a single row; groups of 2, 16 and 64 heads; pages of 16 and 64
-    rows.
-    """
+def run_gqa() -> None:
+    """Run grouped-query attention over a split request, an empty one and one with a single row, for several groups and pages."""
     lengths = [700, 0, 70, 1]
     for page, (heads, kv_heads), dtype in itertools.product(
         (16, 64), ((16, 8), (64, 4), (64, 1)), (torch.bfloat16, torch.float8_e4m3fn)
     ):
         used = [-(-n // page) for n in lengths]
         pages = np.split(np.arange(sum(used), dtype=np.int32), np.cumsum(used)[:-1])
-        kv = _normal(sum(used), page, 2 * kv_heads * 128).to(dtype)
+        kv = _draw_normal(sum(used), page, 2 * kv_heads * 128).to(dtype)
         spec = GqaSpec(
             batch=len(lengths),
             heads=heads,
@@ -92,27 +90,31 @@ def gqa() -> None:
         )
         backend = make_gqa_backend("triton", spec)
         backend.plan(Shards(pages=pages, lengths=lengths))
-        q = _normal(len(lengths), heads, 128)
+        q = _draw_normal(len(lengths), heads, 128)
         backend.run(q, kv, torch.empty_like(q), torch.empty(len(lengths), heads, device=kv.device))
-        qkv, positions = _normal(5, (heads + 2 * kv_heads) * 128), torch.arange(5, device="cuda")
-        q, row, table = _normal(5, heads, 128), _normal(5, 2 * kv_heads * 128), torch.rand(8, 128, device="cuda")
-        split_heads(qkv, _normal(128), _normal(128), positions, table, q, row, eps=1e-6)
+        qkv, positions = _draw_normal(5, (heads + 2 * kv_heads) * 128), torch.arange(5, device="cuda")
+        q, row, table = (
+            _draw_normal(5, heads, 128),
+            _draw_normal(5, 2 * kv_heads * 128),
+            torch.rand(8, 128, device="cuda"),
+        )
+        split_heads(qkv, _draw_normal(128), _draw_normal(128), positions, table, q, row, eps=1e-6)
 
 
-def exchange() -> None:
-    """Run the kernels used with NCCL's collectives, for 4 ranks."""
+def run_exchange() -> None:
+    """Run the kernels around NCCL's collectives, for 4 ranks."""
     batch, heads, ranks = 5, 12, 4
-    o, lse = _normal(batch, heads, 512), _normal(batch, heads).float()
+    o, lse = _draw_normal(batch, heads, 512), _draw_normal(batch, heads).float()
     correct_attn_out(o, lse.expand(ranks, -1, -1).contiguous(), 1, torch.float32)
     out = torch.empty(heads // ranks, batch, 512, device="cuda")
     merge_messages(pack_messages(o, lse, ranks), Message(batch, heads // ranks, 512, o.dtype), out)
-    project_values(out, _normal(heads // ranks, 512, 128), torch.bfloat16)
-    to_head_order(_normal(ranks, batch, heads // ranks, 576))
+    project_values(out, _draw_normal(heads // ranks, 512, 128), torch.bfloat16)
+    to_head_order(_draw_normal(ranks, batch, heads // ranks, 576))
 
 
-def kv() -> None:
-    """Write as bf16 and as bytes, both tables, a prefix of uneven requests in token order, and keys of two tiles."""
-    new = _normal(77, 576)
+def run_kv() -> None:
+    """Write KV rows and both page tables, gather prefixes in token order, and decompress keys of two tiles."""
+    new = _draw_normal(77, 576)
     locs = torch.arange(77, device="cuda")
     locs[::3] = -1
     for dtype in (torch.bfloat16, torch.uint8):
@@ -127,85 +129,87 @@ def kv() -> None:
         write_pages(torch.zeros_like(table).flatten(), starts, counts, table, slots, lengths, shard)
     for requests in ((50, 0, 7), (3,)):
         prefix = Prefix(requests, 4)
-        parts = [_normal(prefix.part_rows, 576) for _ in range(4)]
+        parts = [_draw_normal(prefix.part_rows, 576) for _ in range(4)]
         sources = [part.data_ptr() for part in parts]
         table_of = make_request_table(prefix, parts[0].device)
-        gather_in_token_order(_normal(prefix.tokens, 576), parts[0], sources, 0, prefix, table_of)
+        gather_in_token_order(_draw_normal(prefix.tokens, 576), parts[0], sources, 0, prefix, table_of)
         rows = torch.arange(prefix.list_first_rows(0)[-1], dtype=torch.int32, device="cuda")
-        pack_rows(parts[0], _normal(60, 576), rows)
+        pack_rows(parts[0], _draw_normal(60, 576), rows)
     places = torch.cat((torch.arange(70), -1 - torch.arange(77))).int().to("cuda")
     keys, values, count = (
-        _normal(150, 3, 192),
-        _normal(150, 3, 192),
+        _draw_normal(150, 3, 192),
+        _draw_normal(150, 3, 192),
         torch.tensor([147], dtype=torch.int32, device="cuda"),
     )
-    for pool in (_normal(77, 576), _normal(77, 576).to(torch.float8_e4m3fn)):
-        laid = _normal(150, 576)
+    for pool in (_draw_normal(77, 576), _draw_normal(77, 576).to(torch.float8_e4m3fn)):
+        laid = _draw_normal(150, 576)
         gather_rows(laid, pool, new, count, places)
-        decompress_latents(laid, count, _normal(3, 128, 512), _normal(3, 512, 128), keys, values)
+        decompress_latents(laid, count, _draw_normal(3, 128, 512), _draw_normal(3, 512, 128), keys, values)
 
 
-def peers() -> None:
+def run_peers() -> None:
     """Run kernels that read and write peers' memory, for 2 and 4 ranks."""
     for size in (2, 4):
         ranks = Ranks(size)
         kernel_counters = [ranks.counters() for _ in range(4)]
         for i, counters in enumerate(kernel_counters):
             for own in counters:
-                (own[:1] if i == MERGE else own)[:, 1:] = REACHED
+                (own[:1] if i == MERGE_COUNTERS else own)[:, 1:] = REACHED_BARRIERS
         everyone = ranks.take(5, 3 * size, 576, dtype=torch.bfloat16)
         o, lse = ranks.take(5, 3 * size, 512, dtype=torch.bfloat16), ranks.take(5, 3 * size, dtype=torch.float32)
         slots = ranks.take(2, 1 << 16, dtype=torch.uint8)
         parts, sums = ranks.take(1 << 16, dtype=torch.uint8), ranks.take(1 << 16, dtype=torch.uint8)
         for rank in range(size):
-            gather_queries(ranks.peers[rank], kernel_counters[0][rank], _normal(5, 3, 576), everyone[rank])
+            gather_queries(ranks.peers[rank], kernel_counters[0][rank], _draw_normal(5, 3, 576), everyone[rank])
             merge_from_peers(
                 ranks.peers[rank], kernel_counters[1][rank], o[rank], lse[rank], torch.empty(3, 5, 512, device="cuda")
             )
-            reduce_one_shot(ranks.peers[rank], kernel_counters[2][rank], slots[rank], _normal(3, 1001))
-            reduce_two_shot(ranks.peers[rank], kernel_counters[3][rank], parts[rank], sums[rank], _normal(3, 1001))
+            reduce_one_shot(ranks.peers[rank], kernel_counters[2][rank], slots[rank], _draw_normal(3, 1001))
+            reduce_two_shot(ranks.peers[rank], kernel_counters[3][rank], parts[rank], sums[rank], _draw_normal(3, 1001))
 
 
-def moe() -> None:
-    """Run experts 8 to 15 of 16, one of them full and others empty; widths that fill no block; all sizes of tiles."""
-    gate_up, down = _normal(8, 176, 200), _normal(8, 200, 88)
-    quantised = [(quantize(_normal(8, 768, 384), n), quantize(_normal(8, 384, 384), n)) for n in INT4_GROUPS]
+def run_moe() -> None:
+    """Run experts 8 to 15 of 16 with one full and some empty experts, widths that fill no block, and all sizes of tiles."""
+    gate_up, down = _draw_normal(8, 176, 200), _draw_normal(8, 200, 88)
+    quantised = [(quantize(_draw_normal(8, 768, 384), n), quantize(_draw_normal(8, 384, 384), n)) for n in INT4_GROUPS]
     for tokens, pair in itertools.product((5, 300, 1100), quantised):
         ids = torch.stack([torch.randperm(15, device="cuda")[:4] for _ in range(tokens)]).int()
-        x = _normal(tokens, 384)
+        x = _draw_normal(tokens, 384)
         apply_experts(x, *pair, torch.rand(tokens, 4, device="cuda"), ids, 8, x)
     for tokens in (5, 300):
         ids = torch.stack([torch.randperm(15, device="cuda")[:4] for _ in range(tokens)]).int()
         ids[:, 0] = 9
-        x = _normal(tokens, 200)
+        x = _draw_normal(tokens, 200)
         apply_experts(x, gate_up, down, torch.rand(tokens, 4, device="cuda"), ids, 8, x)
 
 
-def rows() -> None:
-    """Run norms, latents and silu that quantise their outputs, with rows that are part of wider ones."""
-    x, weight = _normal(3, 448), _normal(384)
-    normalize_rows(x[:, :384], _normal(3, 384), weight, 1e-6)
+def run_rows() -> None:
+    """Run norms, latents and silu with quantised outputs, on rows that are part of wider rows."""
+    x, weight = _draw_normal(3, 448), _draw_normal(384)
+    normalize_rows(x[:, :384], _draw_normal(3, 384), weight, 1e-6)
     normalize_rows(x[:, :384], None, weight, 1e-6, keep=False)
-    qkv, positions = _normal(3, 384 + 576), torch.arange(3, device="cuda")
+    qkv, positions = _draw_normal(3, 384 + 576), torch.arange(3, device="cuda")
     table = torch.rand(8, 64, device="cuda")
     for quantise in (True, False):
         row = torch.zeros(3, 600, dtype=torch.bfloat16, device="cuda")[:, :576]
-        split_latent_fused(qkv, weight, _normal(512), positions, table, row, 1e-6, interleaved=True, quantise=quantise)
-    silu_mul_rows(_normal(5, 2 * 1408))
+        split_latent_fused(
+            qkv, weight, _draw_normal(512), positions, table, row, 1e-6, interleaved=True, quantise=quantise
+        )
+    silu_mul_rows(_draw_normal(5, 2 * 1408))
 
 
 FAMILIES = {
-    "attention": attention,
-    "exchange": exchange,
-    "gqa": gqa,
-    "kv": kv,
-    "moe": moe,
-    "peers": peers,
-    "rows": rows,
+    "attention": run_attention,
+    "exchange": run_exchange,
+    "gqa": run_gqa,
+    "kv": run_kv,
+    "moe": run_moe,
+    "peers": run_peers,
+    "rows": run_rows,
 }
 
 
-def _normal(*shape: int) -> torch.Tensor:
+def _draw_normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda").to(torch.bfloat16)
 
 

@@ -58,7 +58,7 @@ def make_case(device, dtype, lengths, *, heads, latent, rope, page_size, seed=0)
     return spec, q, kv, Shards(pages=tables, lengths=list(lengths))
 
 
-def with_query_rows(case, tokens, query_length, rank=0, dcp=1):
+def add_query_rows(case, tokens, query_length, rank=0, dcp=1):
     """Replace each request's query by several rows: row i of a request of n tokens sees this rank's share of the first
     n - query_length + 1 + i tokens.
     """
@@ -71,7 +71,7 @@ def with_query_rows(case, tokens, query_length, rank=0, dcp=1):
     return spec, q, kv, Shards(pages=shards.pages, lengths=lengths)
 
 
-def in_fp8(spec, q, kv, shards, kv_scale=1.0):
+def store_in_fp8(spec, q, kv, shards, kv_scale=1.0):
     """Store the rows in e4m3; times `kv_scale` they are the values."""
     spec = dataclasses.replace(spec, kv_dtype=torch.float8_e4m3fn, kv_scale=kv_scale)
     return spec, q, kv.to(torch.float8_e4m3fn), shards
@@ -132,7 +132,7 @@ def test_fp32_backends_agree_with_fp64(name, lengths, heads, page_size, device):
 def test_backends_over_fp8_rows_agree_with_fp64(name, lengths, kv_scale, page_size, device):
     """Compare with fp64 over the same rows, so that only sums are rounded; unused rows hold e4m3's NaN."""
     case = make_case(device, torch.float32, lengths, heads=8, latent=32, rope=16, page_size=page_size)
-    case = in_fp8(*case, kv_scale)
+    case = store_in_fp8(*case, kv_scale)
     backend = make_backend(name, case[0])
     backend.plan(case[3])
     assert_agrees(*case, run(backend, *case[:3]), limit=2e-5)
@@ -150,7 +150,7 @@ def test_query_rows_of_a_request_see_the_tokens_up_to_their_own(name, query_leng
     tokens = (8, 32 * dcp + 1, 32 * dcp + 4, 330, 70)
     local = [layout.compute_local_length(n, rank, dcp, 1) for n in tokens]
     case = make_case(device, torch.float32, local, heads=heads, latent=32, rope=16, page_size=4)
-    case = with_query_rows(case, tokens, query_length, rank, dcp)
+    case = add_query_rows(case, tokens, query_length, rank, dcp)
     backend = make_backend(name, case[0])
     backend.plan(case[3])
     assert_agrees(*case, run(backend, *case[:3]), limit=2e-5)
@@ -159,7 +159,7 @@ def test_query_rows_of_a_request_see_the_tokens_up_to_their_own(name, query_leng
 @pytest.mark.parametrize("kv_scale", [1.0, 0.25])
 def test_query_rows_of_a_request_over_fp8_agree_with_fp64(kv_scale, device):
     case = make_case(device, torch.float32, (33, 130, 5), heads=8, latent=32, rope=16, page_size=4)
-    case = in_fp8(*with_query_rows(case, (33, 130, 5), 4), kv_scale)
+    case = store_in_fp8(*add_query_rows(case, (33, 130, 5), 4), kv_scale)
     backend = make_backend("triton", case[0])
     backend.plan(case[3])
     assert_agrees(*case, run(backend, *case[:3]), limit=2e-5)
@@ -168,7 +168,7 @@ def test_query_rows_of_a_request_over_fp8_agree_with_fp64(kv_scale, device):
 def test_rows_after_a_querys_token_do_not_change_its_output(device):
     """Change rows 6 and 7: row 0 of 3 query rows sees 6 of 8 rows, so that only rows 1 and 2 change."""
     case = make_case(device, torch.float32, (8,), heads=2, latent=32, rope=16, page_size=8)
-    spec, q, kv, shards = with_query_rows(case, (8,), 3)
+    spec, q, kv, shards = add_query_rows(case, (8,), 3)
     backend = make_backend("triton", spec)
     backend.plan(shards)
     before, _ = run(backend, spec, q, kv)
@@ -182,7 +182,7 @@ def test_backend_without_support_for_several_query_rows_is_rejected(name, device
     """Reject the backend before its library is loaded."""
     case = make_case(device, torch.float32, (8,), heads=2, latent=32, rope=16, page_size=8)
     with pytest.raises(UsageError, match=f"--backend {name} does not take the 3 query rows.*use --backend triton"):
-        make_backend(name, with_query_rows(case, (8,), 3)[0])
+        make_backend(name, add_query_rows(case, (8,), 3)[0])
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -394,7 +394,7 @@ def test_backends_over_fp8_rows_agree_with_fp64_at_full_width(name, page_size, h
         pytest.importorskip("flash_mla")
     lengths = (1, 4099, 0, 777, 64, 65, 0, *(130,) * 150)
     case = make_case(CUDA, torch.bfloat16, lengths, heads=heads, page_size=page_size, **FULL)
-    case = in_fp8(*case, kv_scale)
+    case = store_in_fp8(*case, kv_scale)
     backend = make_backend(name, case[0])
     backend.plan(case[3])
     limit = max(1e-2, compute_rounding_error(backend.rounds, 1.0))
@@ -405,7 +405,7 @@ def test_backends_over_fp8_rows_agree_with_fp64_at_full_width(name, page_size, h
 def test_captured_graph_over_fp8_rows_uses_lengths_changed_in_place():
     """Include a query of zeros, because its largest absolute value cannot be a divisor."""
     case = make_case(CUDA, torch.bfloat16, (4000, 64, 0, 700), heads=64, page_size=16, **FULL)
-    spec, q, kv, shards = in_fp8(*case, 0.25)
+    spec, q, kv, shards = store_in_fp8(*case, 0.25)
     q[3, 5] = 0.0
     backend = make_backend("triton", spec)
     if torch.cuda.get_device_capability() == (9, 0):
@@ -470,8 +470,8 @@ def test_hopper_kernels_with_several_query_rows_agree_with_fp64(kv, heads, query
     case = make_case(CUDA, torch.bfloat16, tokens, heads=heads, page_size=page_size, **FULL)
     for rank, dcp in ((0, 1), (1, 2)):
         local = [layout.compute_local_length(n, rank, dcp, 1) for n in tokens]
-        rows = with_query_rows(case, tokens, query_length, rank, dcp)
-        rows = in_fp8(*rows, 0.25) if kv == "fp8" else rows
+        rows = add_query_rows(case, tokens, query_length, rank, dcp)
+        rows = store_in_fp8(*rows, 0.25) if kv == "fp8" else rows
         backend = make_backend("triton", rows[0])
         few = query_length * heads <= 16
         assert backend.kernel == ("hopper-apart-fp8" if kv == "fp8" else "hopper-few" if few else "hopper-pairs")
@@ -487,7 +487,7 @@ def test_hopper_kernel_for_single_rows_is_rejected_for_several():
         pytest.skip("needs a Hopper GPU")
     case = make_case(CUDA, torch.bfloat16, (70,), heads=16, page_size=1, **FULL)
     with pytest.raises(UsageError, match="Use --page-size 64"):
-        make_backend("triton", with_query_rows(case, (70,), 4)[0])
+        make_backend("triton", add_query_rows(case, (70,), 4)[0])
 
 
 @pytest.mark.gpu
@@ -552,7 +552,7 @@ def test_repeated_runs_are_bitwise_equal(heads, fp8):
     """
     for length in (1, 65, 129, 191, 320, 447):
         case = make_case(CUDA, torch.bfloat16, (length,) * 140, heads=heads, page_size=64, seed=length, **FULL)
-        case = in_fp8(*case) if fp8 else case
+        case = store_in_fp8(*case) if fp8 else case
         backend = make_backend("triton", case[0])
         backend.plan(case[3])
         first = run(backend, *case[:3])
@@ -566,7 +566,7 @@ def test_fp8_values_with_a_mean_are_summed_without_losing_bits(heads):
     """Sum 16,384 equal values: sums of e4m3 in tensor cores alone keep 13 bits, and would be off by tenths."""
     case = make_case(CUDA, torch.bfloat16, (16_384, 0), heads=heads, page_size=64, **FULL)
     case[2][..., :512] += 1
-    case = in_fp8(*case, 0.25)
+    case = store_in_fp8(*case, 0.25)
     backend = make_backend("triton", case[0])
     backend.plan(case[3])
     assert_agrees(*case, run(backend, *case[:3]), limit=1e-2, lse_limit=0.5)
@@ -585,7 +585,7 @@ def test_fp8_scores_may_vary_by_more_than_the_range_of_weights(heads):
         row = torch.arange(length, device=CUDA)
         page = torch.from_numpy(pages.astype(np.int64)).to(CUDA)[row // 64]
         kv[page, row % 64, 512:] = torch.where(row < length - 50, row // 100 * 2, 64).to(kv.dtype)[:, None]
-    case = in_fp8(spec, q, kv, shards)
+    case = store_in_fp8(spec, q, kv, shards)
     backend = make_backend("triton", case[0])
     backend.plan(shards)
     assert_agrees(*case, run(backend, *case[:3]), limit=max(1e-2, compute_rounding_error(backend.rounds, 1.0)))
@@ -604,7 +604,7 @@ def test_fp8_rows_keep_their_weight_next_to_a_dominant_row():
     kv[..., :512] += 1
     kv[..., 512] = 0
     kv[int(shards.pages[0][0]), 0, 512] = 11 / spec.scale
-    case = in_fp8(spec, q, kv, shards)
+    case = store_in_fp8(spec, q, kv, shards)
     backend = make_backend("triton", case[0])
     backend.plan(shards)
     assert_agrees(*case, run(backend, *case[:3]), limit=0.05)

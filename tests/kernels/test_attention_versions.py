@@ -20,8 +20,8 @@ SIZES = ("--cases", "2x40", "--heads", "4", "--page", "4")
 def wrong_checkout(tmp_path: Path) -> Path:
     """Return a checkout with a kernel that scales scores wrongly."""
     checkout = tmp_path / "wrong"
-    shutil.copytree(HERE / attention_versions.ROOM, checkout / attention_versions.ROOM)
-    source = checkout / attention_versions.ROOM / "triton_mla.py"
+    shutil.copytree(HERE / attention_versions.KERNELS_FOLDER, checkout / attention_versions.KERNELS_FOLDER)
+    source = checkout / attention_versions.KERNELS_FOLDER / "triton_mla.py"
     text = source.read_text(encoding="utf-8")
     assert "spec.scale * spec.kv_scale * LOG2_E" in text
     source.write_text(
@@ -77,7 +77,7 @@ def test_unknown_version_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_version_that_fails_to_run_is_named_with_its_error(wrong_checkout: Path, tmp_path: Path) -> None:
-    source = wrong_checkout / attention_versions.ROOM / "triton_mla.py"
+    source = wrong_checkout / attention_versions.KERNELS_FOLDER / "triton_mla.py"
     source.write_text(source.read_text(encoding="utf-8").replace("def run(", "def run_no_more("), encoding="utf-8")
     out = tmp_path / "found.jsonl"
     assert attention_versions.main([f"broken={wrong_checkout}", f"now={HERE}", *SIZES, "-o", str(out)]) == 1

@@ -10,7 +10,7 @@ from dcpbench.kernels.attention.reference import ReferenceBackend
 from dcpbench.points.roofline import compute_attention_work
 
 
-def case(**sizes) -> Case:
+def make_case(**sizes) -> Case:
     """Return a case of 3 requests of 10 rows on pages of 4, with two pools."""
     default = {"heads": 16, "requests": 3, "context": 10, "page": 4, "lengths": "even", "kv": "bf16"}
     return Case(variant="reference", calls=2, sizes=default | sizes)
@@ -19,7 +19,7 @@ def case(**sizes) -> Case:
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("lengths", ["even", "uneven"])
 def test_correct_backend_passes_the_check(lengths, backend, device):
-    base_case = case(lengths=lengths)
+    base_case = make_case(lengths=lengths)
     calls = Attention(device, 0).build_calls(Case(variant=backend, calls=2, sizes=base_case.sizes))
     assert calls.check(calls.run) == ""
     assert calls.error() < attention.LIMIT
@@ -29,7 +29,7 @@ def test_correct_backend_passes_the_check(lengths, backend, device):
 @pytest.mark.parametrize("variant", ["triton", "triton-rows"])
 def test_query_rows_pass_the_check_together_and_as_requests(variant, device):
     """Use 3 requests of 10 rows with 4 query rows, which see 7, 8, 9 and 10."""
-    calls = Attention(device, 0).build_calls(Case(variant=variant, calls=2, sizes=case(query_length=4).sizes))
+    calls = Attention(device, 0).build_calls(Case(variant=variant, calls=2, sizes=make_case(query_length=4).sizes))
     assert calls.check(calls.run) == ""
 
 
@@ -83,20 +83,20 @@ def rows_changed(what, x):
 @pytest.mark.parametrize("spoil", [base_two, last_request_forgotten, two_percent_off, one_head_wrong, rows_changed])
 def test_wrong_backend_fails_the_check(spoil, device, monkeypatch):
     monkeypatch.setattr(attention, "make_backend", lambda _, spec: WrongBackend(spec, spoil))
-    calls = Attention(device, 0).build_calls(case())
+    calls = Attention(device, 0).build_calls(make_case())
     assert calls.check(calls.run) != ""
 
 
 def test_pass_that_skips_a_pool_fails_the_check(device):
     """Check for NaN, which fills outputs before a pass."""
-    calls = Attention(device, 0).build_calls(case())
+    calls = Attention(device, 0).build_calls(make_case())
     assert "NaN" in calls.check(calls.calls[0])
 
 
 def test_unused_rows_of_a_pool_are_nan(device):
     """Use 10 rows on pages of 4: the last 2 rows of each third page, and page 0, are unused."""
     bench = Attention(device, 0)
-    bench.build_calls(case())
+    bench.build_calls(make_case())
     pool = bench._pools.data[0]
     assert pool.shape == (1 + 3 * 3, 4, 576)
     assert pool.isnan().any(-1).sum() == 4 + 3 * 2
@@ -104,26 +104,26 @@ def test_unused_rows_of_a_pool_are_nan(device):
 
 def test_cases_share_a_pool_unless_its_size_differs(device):
     bench = Attention(device, 0)
-    bench.build_calls(case())
+    bench.build_calls(make_case())
     first = bench._pools
-    bench.build_calls(case(heads=32))
+    bench.build_calls(make_case(heads=32))
     assert bench._pools is first
-    bench.build_calls(case(context=8))
+    bench.build_calls(make_case(context=8))
     assert bench._pools is not first
 
 
 def test_uneven_lengths_keep_their_sum_and_span_an_eighth_to_fifteen_eighths():
     """Use 5 requests of mean 80: 10, 45, 80, 115, 150 in some order."""
-    lengths = make_lengths(case(requests=5, context=80, lengths="uneven"), seed=3)
+    lengths = make_lengths(make_case(requests=5, context=80, lengths="uneven"), seed=3)
     assert sorted(lengths) == [10, 45, 80, 115, 150]
-    assert make_lengths(case(requests=1, context=80, lengths="uneven"), seed=3) == [80]
+    assert make_lengths(make_case(requests=1, context=80, lengths="uneven"), seed=3) == [80]
 
 
 def test_shortest_of_uneven_lengths_has_a_row_for_each_query_row(device):
     """Use mean 16 with 2 requests: an eighth would be 2 rows, for up to 8 query rows."""
-    sizes = case(requests=2, context=16, lengths="uneven", query_length=3)
+    sizes = make_case(requests=2, context=16, lengths="uneven", query_length=3)
     assert sorted(make_lengths(sizes, seed=3)) == [8, 24]
-    assert sorted(make_lengths(case(requests=2, context=4, lengths="uneven"), seed=3)) == [4, 4]
+    assert sorted(make_lengths(make_case(requests=2, context=4, lengths="uneven"), seed=3)) == [4, 4]
     calls = Attention(device, 0).build_calls(sizes)
     assert calls.check(calls.run) == ""
 

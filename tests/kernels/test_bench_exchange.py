@@ -10,7 +10,7 @@ from dcpbench.bench.operators.exchange import ExchangeBench, Inputs, compute_wor
 from dcpbench.exchange import make_exchange
 
 
-def case(variant: str = "ag_rs", **sizes) -> Case:
+def make_case(variant: str = "ag_rs", **sizes) -> Case:
     """Return a case of 3 requests and 4 heads in a group of one rank."""
     default = {"heads": 4, "requests": 3, "ranks": 1, "value": 512, "q": "gathered"}
     return Case(variant=variant, calls=2, sizes=default | sizes)
@@ -19,7 +19,7 @@ def case(variant: str = "ag_rs", **sizes) -> Case:
 @pytest.mark.parametrize("variant", ["ag_rs", "ag_rs-bf16", "a2a"])
 @pytest.mark.parametrize(("value", "q"), [(512, "gathered"), (128, "gathered"), (512, "replicated")])
 def test_correct_exchange_passes_the_check(value, q, variant, device):
-    calls = ExchangeBench(device, 0).build_calls(case(variant, value=value, q=q))
+    calls = ExchangeBench(device, 0).build_calls(make_case(variant, value=value, q=q))
     assert calls.check(calls.run) == ""
     assert calls.error() < exchange.LIMIT
 
@@ -65,18 +65,18 @@ def nan_from_an_empty_shard(what, x):
 @pytest.mark.parametrize("spoil", [heads_swapped, two_percent_off, requests_swapped, nan_from_an_empty_shard])
 def test_wrong_exchange_fails_the_check(spoil, device, monkeypatch):
     monkeypatch.setattr(exchange, "make_variant", lambda _variant, _group, spec: WrongExchange(spec, spoil))
-    calls = ExchangeBench(device, 0).build_calls(case())
+    calls = ExchangeBench(device, 0).build_calls(make_case())
     assert calls.check(calls.run) != ""
 
 
 def test_pass_without_calls_fails_the_check(device):
-    calls = ExchangeBench(device, 0).build_calls(case())
+    calls = ExchangeBench(device, 0).build_calls(make_case())
     assert calls.check(lambda: None) != ""
 
 
 def test_inputs_include_requests_with_empty_shards(device):
     """Use NaN as o of empty shards, which must not reach any result."""
-    inputs = Inputs.from_case(case(ranks=2), device, 0)
+    inputs = Inputs.from_case(make_case(ranks=2), device, 0)
     assert torch.isneginf(inputs.lse_NBH)[:, :, 0].tolist() == [[False, False, True], [False, True, True]]
     assert inputs.o_NBHR.isnan()[:, :, 0, 0].tolist() == [[False, False, True], [False, True, True]]
     assert not inputs.merge_heads(slice(0, 4))[:, exchange.EMPTY_EVERYWHERE].any()
@@ -88,29 +88,31 @@ def test_work_of_the_minimum_traffic_and_of_ag_rs():
     128 · 3 · 4 B = 12,288 B.
     """
     sizes = {"heads": 128, "requests": 8, "ranks": 4}
-    symm = compute_work(case("symm", **sizes))
+    symm = compute_work(make_case("symm", **sizes))
     assert symm.received_bytes == symm.comm_bytes == 884_736 + 786_432 + 3_072
     assert symm.barriers == 2
-    assert compute_work(case("ag_rs", **sizes)).received_bytes == symm.received_bytes, "the limit is the same for all"
-    assert compute_work(case("ag_rs", **sizes)).comm_bytes == 884_736 + 2 * 786_432 + 12_288
-    assert compute_work(case("ag_rs-bf16", **sizes)).comm_bytes == 884_736 + 786_432 + 12_288
+    assert compute_work(make_case("ag_rs", **sizes)).received_bytes == symm.received_bytes, (
+        "the limit is the same for all"
+    )
+    assert compute_work(make_case("ag_rs", **sizes)).comm_bytes == 884_736 + 2 * 786_432 + 12_288
+    assert compute_work(make_case("ag_rs-bf16", **sizes)).comm_bytes == 884_736 + 786_432 + 12_288
 
 
 def test_work_leaves_out_data_that_options_keep_local():
     """Send no q and 128 of 512 columns: 786,432 / 4 + 3,072 B behind one barrier."""
-    work = compute_work(case("a2a", heads=128, requests=8, ranks=4, value=128, q="replicated"))
+    work = compute_work(make_case("a2a", heads=128, requests=8, ranks=4, value=128, q="replicated"))
     assert work.received_bytes == 786_432 // 4 + 3_072
     assert work.barriers == 1
 
 
-def message_case(variant: str) -> Case:
+def make_message_case(variant: str) -> Case:
     """Return a case of a [3, 8] message in bf16."""
     return Case(variant=variant, calls=2, sizes={"requests": 3, "width": 8, "ranks": 1})
 
 
 @pytest.mark.parametrize("variant", collectives.NCCL)
 def test_correct_collective_passes_the_check(variant, device):
-    calls = Collectives(device, 0).build_calls(message_case(variant))
+    calls = Collectives(device, 0).build_calls(make_message_case(variant))
     assert calls.check(calls.run) == ""
 
 
@@ -119,10 +121,10 @@ def test_wrong_collective_fails_the_check(variant, device, monkeypatch):
     """Scale the result by a little more than rounding, or return zeros."""
     right = collectives.NCCL[variant]
     monkeypatch.setitem(collectives.NCCL, variant, lambda group, x: right(group, x) * 1.02)
-    calls = Collectives(device, 0).build_calls(message_case(variant))
+    calls = Collectives(device, 0).build_calls(make_message_case(variant))
     assert calls.check(calls.run) != ""
     monkeypatch.setitem(collectives.NCCL, variant, lambda _group, x: torch.zeros_like(x))
-    calls = Collectives(device, 0).build_calls(message_case(variant))
+    calls = Collectives(device, 0).build_calls(make_message_case(variant))
     assert calls.check(calls.run) != ""
 
 
@@ -131,11 +133,11 @@ def test_collective_in_registered_memory_is_checked(variant, device, monkeypatch
     """Replace registered memory by a buffer with wrong content."""
     make_buffer = lambda _owner, _group, nbytes, *_: torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device)  # noqa: E731
     monkeypatch.setattr(collectives, "get_shared_buffer", make_buffer)
-    calls = Collectives(device, 0).build_calls(message_case(f"{variant}-registered"))
+    calls = Collectives(device, 0).build_calls(make_message_case(f"{variant}-registered"))
     assert calls.check(calls.run) == ""
     right = collectives.INTO[variant]
     monkeypatch.setitem(collectives.INTO, variant, lambda group, x, out: right(group, x, out) * 1.02)
-    calls = Collectives(device, 0).build_calls(message_case(f"{variant}-registered"))
+    calls = Collectives(device, 0).build_calls(make_message_case(f"{variant}-registered"))
     assert calls.check(calls.run) != ""
 
 

@@ -16,7 +16,7 @@ from dcpbench.points.roofline import ExpertLoad, OperatorCost, Sharding, StepRow
 V3 = SHAPES["deepseek-v3"]
 
 
-def works(sharding: Sharding, step: StepRows, *phases: str) -> list[OperatorCost]:
+def list_works(sharding: Sharding, step: StepRows, *phases: str) -> list[OperatorCost]:
     """Return the works of one layer's operators in these phases."""
     return [work for phase, _, work in iter_phase_works(sharding, step) if phase in phases]
 
@@ -26,7 +26,7 @@ def test_attention_work_of_a_step_equals_that_of_bench_attention():
     sizes = {"heads": 16, "requests": 3, "context": 24, "page": 4, "lengths": "even", "kv": "bf16"}
     calls = Attention(torch.device("cpu"), seed=0).build_calls(Case(variant="reference", calls=1, sizes=sizes))
     sharding = Sharding(shape=SHAPES["deepseek-v2-lite"], layout=Layout(1), itemsize=4)
-    assert works(sharding, StepRows(decodes=(24,) * 3, sampled=3, tokens=3), "attention") == [calls.work]
+    assert list_works(sharding, StepRows(decodes=(24,) * 3, sampled=3, tokens=3), "attention") == [calls.work]
 
 
 @pytest.mark.parametrize("wide", [QueryReplication(), QueryReplication(query=True), QueryReplication(value=True)])
@@ -42,7 +42,7 @@ def test_exchange_work_of_a_layer_equals_that_of_bench_exchange(wide):
         "q": "replicated" if wide.query else "gathered",
     }
     bench = compute_work(Case(variant="symm", calls=0, sizes=sizes))
-    found = works(sharding, step, "q_gather", "merge")
+    found = list_works(sharding, step, "q_gather", "merge")
     assert sum(work.received_bytes for work in found) == bench.received_bytes
     assert sum(work.barriers for work in found) == bench.barriers
 

@@ -9,7 +9,7 @@ from dcpbench.kernels.gqa.reference import ReferenceGqa
 from tools import gqa_tilings
 
 
-def case(variant="reference", **sizes) -> Case:
+def make_case(variant="reference", **sizes) -> Case:
     """Return a case of 3 requests of 10 rows on pages of 4, with two pools."""
     default = {"heads": 8, "kv_heads": 2, "head_dim": 16, "requests": 3, "context": 10, "page": 4}
     return Case(variant=variant, calls=2, sizes=default | {"lengths": "even", "kv": "bf16"} | sizes)
@@ -18,14 +18,14 @@ def case(variant="reference", **sizes) -> Case:
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("sizes", [{}, {"lengths": "uneven"}, {"kv": "fp8"}, {"kv_heads": 8}], ids=str)
 def test_correct_backend_passes_the_check(sizes, backend, device):
-    calls = Gqa(device, 0).build_calls(case(backend, **sizes))
+    calls = Gqa(device, 0).build_calls(make_case(backend, **sizes))
     assert calls.check(calls.run) == ""
     assert len(calls.calls) == 2
 
 
 def test_work_counts_each_row_q_and_o_once(device):
     """Count 30 rows of 2 · 2 · 16 fp32 numbers, q and o of 3 · 8 · 16 each; 4 operations per row, head and column."""
-    calls = Gqa(device, 0).build_calls(case())
+    calls = Gqa(device, 0).build_calls(make_case())
     itemsize = 2 if device.type == "cuda" else 4
     assert calls.work.memory_bytes == (30 * 64 + 2 * 3 * 8 * 16) * itemsize
     assert calls.work.flops == 4 * 30 * 8 * 16
@@ -42,7 +42,7 @@ class BinaryLogLibrary(ReferenceGqa):
 
 def test_library_kernel_is_timed_without_converting_its_logarithm(device, monkeypatch):
     monkeypatch.setattr(gqa, "make_gqa_backend", lambda _, spec: BinaryLogLibrary(spec))
-    calls = Gqa(device, 0).build_calls(case())
+    calls = Gqa(device, 0).build_calls(make_case())
     assert calls.check(calls.run) == ""
     assert calls.calls[0].func.__name__ == "run_kernel"
 
@@ -60,7 +60,7 @@ def test_wrong_backend_fails_the_check(wrong, device, monkeypatch):
                 lse_BH += 0.5
 
     monkeypatch.setattr(gqa, "make_gqa_backend", lambda _, spec: Wrong(spec))
-    calls = Gqa(device, 0).build_calls(case())
+    calls = Gqa(device, 0).build_calls(make_case())
     assert calls.check(calls.run) != ""
 
 

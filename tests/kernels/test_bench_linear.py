@@ -17,7 +17,7 @@ from dcpbench.points.memory import LinearShape
 from dcpbench.points.roofline import compute_linear_work
 
 
-def case(variant: str, weights: str = "fp8", rows: int = 3) -> Case:
+def make_case(variant: str, weights: str = "fp8", rows: int = 3) -> Case:
     """Return a case with 256 inputs and 200 outputs: a block and a part of one."""
     return Case(
         variant=variant,
@@ -29,7 +29,7 @@ def case(variant: str, weights: str = "fp8", rows: int = 3) -> Case:
 @pytest.mark.parametrize("rows", [1, 70])
 @pytest.mark.parametrize(("variant", "weights"), [("triton", "fp8"), ("torch", "bf16")])
 def test_every_variant_agrees_with_fp64(variant, weights, rows, device):
-    calls = Linear(device, 0).build_calls(case(variant, weights, rows))
+    calls = Linear(device, 0).build_calls(make_case(variant, weights, rows))
     assert calls.check(calls.run) == ""
     assert len(calls.calls) == 2
 
@@ -42,7 +42,7 @@ def test_wrong_product_fails_the_check(variant, weights, device, monkeypatch):
         monkeypatch.setitem(
             linear.VARIANTS, variant, lambda x, w, wrong=wrong: lambda: tuple(map(wrong, right(x, w)()))
         )
-        calls = Linear(device, 0).build_calls(case(variant, weights))
+        calls = Linear(device, 0).build_calls(make_case(variant, weights))
         assert "relative error" in calls.check(calls.run)
 
 
@@ -62,7 +62,7 @@ def test_libraries_receive_arguments_of_their_signatures(device, monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.gemm", fake)
     for name in ("deepgemm", "flashinfer"):
-        calls = Linear(device, 0).build_calls(case(name))
+        calls = Linear(device, 0).build_calls(make_case(name))
         assert calls.check(calls.run) == ""
 
 
@@ -70,15 +70,15 @@ def test_libraries_receive_arguments_of_their_signatures(device, monkeypatch):
 def test_missing_library_raises_an_error_with_another_variant(variant, module, device, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingPackageError, match="--variant triton"):
-        Linear(device, 0).build_calls(case(variant))
+        Linear(device, 0).build_calls(make_case(variant))
 
 
 def test_variant_without_support_for_the_weights_is_rejected(device):
     for name in ("triton", "deepgemm", "flashinfer"):
         with pytest.raises(UsageError, match="--variant torch with --weights bf16"):
-            Linear(device, 0).build_calls(case(name, "bf16"))
+            Linear(device, 0).build_calls(make_case(name, "bf16"))
     with pytest.raises(UsageError, match="--variant triton,deepgemm with --weights fp8"):
-        Linear(device, 0).build_calls(case("torch"))
+        Linear(device, 0).build_calls(make_case("torch"))
 
 
 def test_work_counts_weights_scales_and_rows():

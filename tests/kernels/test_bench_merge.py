@@ -10,14 +10,14 @@ from dcpbench.bench.operators import merge
 from dcpbench.bench.operators.merge import Merge, Sizes
 
 
-def case(variant: str) -> Case:
+def make_case(variant: str) -> Case:
     """Return a case of 3 requests, 8 heads and 2 ranks, with two sets of tensors."""
     return Case(variant=variant, calls=2, sizes={"heads": 8, "requests": 3, "dcp": 2})
 
 
 @pytest.mark.parametrize("variant", merge.VARIANTS)
 def test_every_kernel_agrees_with_fp64(variant, device):
-    calls = Merge(device, 0).build_calls(case(variant))
+    calls = Merge(device, 0).build_calls(make_case(variant))
     assert calls.check(calls.run) == ""
     assert len(calls.calls) == 2
 
@@ -47,7 +47,7 @@ def test_wrong_kernel_fails_the_check(variant, wrong, device, monkeypatch):
         return dataclasses.replace(ready, call=wrong(ready))
 
     monkeypatch.setitem(merge.VARIANTS, variant, make_wrong)
-    calls = Merge(device, 0).build_calls(case(variant))
+    calls = Merge(device, 0).build_calls(make_case(variant))
     assert "relative error" in calls.check(calls.run)
 
 

@@ -20,7 +20,7 @@ SIZES = {"experts": 16, "top_k": 4, "hidden": 48, "width": 24}
 WIDE = {"experts": 4, "top_k": 2, "hidden": 256, "width": 128}
 
 
-def case(variant: str, product: str, rows: str = "uniform", requests: int = 20, **sizes) -> Case:
+def make_case(variant: str, product: str, rows: str = "uniform", requests: int = 20, **sizes) -> Case:
     """Return a case of 16 experts, 4 of them for each of 20 tokens, with two sets of tensors."""
     sizes = {"product": product, **SIZES, "requests": requests, "rows": rows, **sizes}
     return Case(variant=variant, calls=2, sizes=sizes)
@@ -28,7 +28,7 @@ def case(variant: str, product: str, rows: str = "uniform", requests: int = 20, 
 
 def make_fp8_case(variant: str, product: str) -> Case:
     """Return an fp8 case with two blocks of scales in each direction."""
-    return case(variant, product, requests=5, weights="fp8", **WIDE)
+    return make_case(variant, product, requests=5, weights="fp8", **WIDE)
 
 
 @pytest.mark.parametrize("rows", ["uniform", "skewed", "few"])
@@ -36,7 +36,7 @@ def make_fp8_case(variant: str, product: str) -> Case:
 @pytest.mark.parametrize("variant", ["triton", "torch"])
 @pytest.mark.sample(5)
 def test_every_variant_agrees_with_fp64(variant, product, rows, device):
-    calls = Moe(device, 0).build_calls(case(variant, product, rows))
+    calls = Moe(device, 0).build_calls(make_case(variant, product, rows))
     assert calls.check(calls.run) == ""
     assert len(calls.calls) == 2
 
@@ -55,7 +55,7 @@ def test_wrong_product_fails_the_check(variant, product, device, monkeypatch):
                 right(inputs), call=lambda: (wrong(*right(inputs).call()),)
             ),
         )
-        calls = Moe(device, 0).build_calls(case(variant, product))
+        calls = Moe(device, 0).build_calls(make_case(variant, product))
         assert "relative error" in calls.check(calls.run)
 
 
@@ -97,7 +97,7 @@ def test_fp8_work_counts_one_byte_per_weight_and_the_scales():
 def test_int4_product_agrees_with_fp64_over_dequantised_weights(product, group, device, monkeypatch):
     """Check also that a product fails if it is 2 % too large or has another group's scale."""
     build = Moe(device, 0).build_calls
-    one = case("triton", product, requests=5, weights="int4", group_size=group, **WIDE)
+    one = make_case("triton", product, requests=5, weights="int4", group_size=group, **WIDE)
     calls = build(one)
     assert calls.check(calls.run) == ""
     right = moe.VARIANTS["triton"]
@@ -139,10 +139,10 @@ def test_torch_variant_is_rejected_for_fp8(device):
 @pytest.mark.parametrize("variant", ["torch", "deepgemm"])
 def test_variants_other_than_triton_are_rejected_for_int4(variant, device):
     with pytest.raises(UsageError, match="use --variant triton with --weights int4"):
-        Moe(device, 0).build_calls(case(variant, "down", weights="int4", group_size=32, **WIDE))
+        Moe(device, 0).build_calls(make_case(variant, "down", weights="int4", group_size=32, **WIDE))
 
 
-def inputs(product: str, counts: list[int]) -> Inputs:
+def make_inputs(product: str, counts: list[int]) -> Inputs:
     """Return inputs of 3 tokens with 2 experts each, 8 columns and experts of width 4, in bf16."""
     sizes = Sizes(product=product, experts=4, top_k=2, hidden=8, width=4, requests=3, rows="few")
     rows, width = (3, 8) if product == "gate-up" else (6, 4)
@@ -157,11 +157,11 @@ def inputs(product: str, counts: list[int]) -> Inputs:
 
 def test_work_counts_only_experts_with_rows():
     """Count gate-up: 2 experts of 8 × 8, 3 tokens of 8, 6 results of 4; down: 2 of 8 × 4, 6 rows of 4, 6 results of 8."""
-    work = inputs("gate-up", [3, 0, 3, 0]).compute_work()
+    work = make_inputs("gate-up", [3, 0, 3, 0]).compute_work()
     assert work.memory_bytes == 2 * (2 * 8 * 8 + 3 * 8 + 6 * 4)
     assert work.flops == 2 * 6 * 8 * 8
     assert work.memory_limit == "read"
-    work = inputs("down", [3, 0, 3, 0]).compute_work()
+    work = make_inputs("down", [3, 0, 3, 0]).compute_work()
     assert work.memory_bytes == 2 * (2 * 8 * 4 + 6 * 4 + 6 * 8)
     assert work.flops == 2 * 6 * 8 * 4
 
@@ -196,7 +196,7 @@ def test_deepgemm_receives_a_slab_of_rows_for_each_expert(device, monkeypatch):
     module = types.SimpleNamespace(m_grouped_bf16_gemm_nt_masked=masked)
     monkeypatch.setitem(sys.modules, "deep_gemm", module)
     for product in ("gate-up", "down"):
-        calls = Moe(device, 0).build_calls(case("deepgemm", product, "few"))
+        calls = Moe(device, 0).build_calls(make_case("deepgemm", product, "few"))
         assert calls.check(calls.run) == ""
 
     def masked_fp8(x, weight, out, counts, expected):
@@ -215,7 +215,7 @@ def test_deepgemm_receives_a_slab_of_rows_for_each_expert(device, monkeypatch):
 def test_missing_deepgemm_raises_an_error_with_other_variants(device, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     with pytest.raises(MissingPackageError, match="--variant triton,torch"):
-        Moe(device, 0).build_calls(case("deepgemm", "down"))
+        Moe(device, 0).build_calls(make_case("deepgemm", "down"))
 
 
 class TestCases:

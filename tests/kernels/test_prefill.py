@@ -81,7 +81,7 @@ def check(backend, spec, shape, o_limit, lse_limit):
             assert torch.equal(alone[~empty], o[~empty]), "o without lse equals o with lse"
 
 
-def spec(dtype, device, *, heads=4, width=192, value=128, kv_heads=None):
+def make_spec(dtype, device, *, heads=4, width=192, value=128, kv_heads=None):
     """Return a spec with the sizes of the published models by default."""
     return PrefillSpec(
         heads=heads,
@@ -105,7 +105,7 @@ class TestGroupedQueries:
     @pytest.mark.parametrize("device", ["cpu", GPU])
     @pytest.mark.parametrize("shape", SHAPES)
     def test_sdpa_in_fp32_agrees_with_fp64(self, shape, device, heads, kv_heads):
-        made = spec(torch.float32, device, heads=heads, width=16, value=16, kv_heads=kv_heads)
+        made = make_spec(torch.float32, device, heads=heads, width=16, value=16, kv_heads=kv_heads)
         check(make_prefill("sdpa", made), made, shape, 1e-4, 1e-4)
 
     @pytest.mark.gpu
@@ -116,7 +116,7 @@ class TestGroupedQueries:
     def test_bf16_backends_agree_with_fp64(self, name, shape, width, heads, kv_heads):
         if name == "flashinfer":
             pytest.importorskip("flashinfer")
-        made = spec(torch.bfloat16, "cuda", heads=heads, width=width, value=width, kv_heads=kv_heads)
+        made = make_spec(torch.bfloat16, "cuda", heads=heads, width=width, value=width, kv_heads=kv_heads)
         check(make_prefill(name, made), made, shape, 0.03, 2e-3)
 
 
@@ -124,13 +124,13 @@ class TestSdpa:
     @pytest.mark.parametrize("device", ["cpu", GPU])
     @pytest.mark.parametrize("shape", SHAPES)
     def test_fp32_agrees_with_fp64(self, shape, device):
-        made = spec(torch.float32, device, heads=3, width=24, value=20)
+        made = make_spec(torch.float32, device, heads=3, width=24, value=20)
         check(make_prefill("sdpa", made), made, shape, 1e-4, 1e-4)
 
     def test_blocks_of_queries_agree_with_fp64(self, monkeypatch):
         """Limit scores to 1,024, which are 2 of 130 queries at a time with 130 keys and 3 heads."""
         monkeypatch.setattr("dcpbench.kernels.prefill.sdpa.SCORES", 1024)
-        made = spec(torch.float32, "cpu", heads=3, width=24, value=20)
+        made = make_spec(torch.float32, "cpu", heads=3, width=24, value=20)
         check(make_prefill("sdpa", made), made, "own-chunks", 1e-5, 1e-5)
 
     @pytest.mark.gpu
@@ -138,13 +138,13 @@ class TestSdpa:
     @pytest.mark.parametrize("shape", SHAPES)
     def test_half_precision_agrees_with_fp64(self, shape, dtype):
         """Allow 0.03: o is below 4, bf16 rounds by 2^-8 of that, and weights are rounded once more."""
-        made = spec(dtype, "cuda")
+        made = make_spec(dtype, "cuda")
         check(make_prefill("sdpa", made), made, shape, 0.03, 2e-3)
 
     @pytest.mark.gpu
     def test_head_size_unsupported_by_flash_attention_is_rejected(self):
         with pytest.raises(UsageError, match="not 260 and 128"):
-            make_prefill("sdpa", spec(torch.bfloat16, "cuda", width=260))
+            make_prefill("sdpa", make_spec(torch.bfloat16, "cuda", width=260))
 
 
 class TestFlashInfer:
@@ -153,14 +153,14 @@ class TestFlashInfer:
     def test_flashinfer_agrees_with_fp64(self, shape):
         """Check also that FlashInfer's log2 is converted to the natural log, or lse would be off by a factor of 1.44."""
         pytest.importorskip("flashinfer")
-        made = spec(torch.bfloat16, "cuda")
+        made = make_spec(torch.bfloat16, "cuda")
         check(make_prefill("flashinfer", made), made, shape, 0.03, 2e-3)
 
     @pytest.mark.gpu
     def test_simultaneous_plans_are_independent(self):
         """Make more plans than initial wrappers before the first one runs, three times."""
         pytest.importorskip("flashinfer")
-        made = spec(torch.bfloat16, "cuda")
+        made = make_spec(torch.bfloat16, "cuda")
         backend = make_prefill("flashinfer", made)
         q, k, v = make_inputs(
             [40], [40], heads=4, width=192, value=128, padded=128, dtype=torch.bfloat16, device="cuda"
@@ -177,7 +177,7 @@ class TestFlashInfer:
     def test_windows_of_equal_lengths_share_a_plan(self):
         """Expect one wrapper for sixty windows of a prefix, and another one for each other length."""
         pytest.importorskip("flashinfer")
-        backend = make_prefill("flashinfer", spec(torch.bfloat16, "cuda"))
+        backend = make_prefill("flashinfer", make_spec(torch.bfloat16, "cuda"))
         plans = [backend.plan([8], [32], causal=False) for _ in range(60)]
         others = [
             backend.plan([8], [32], causal=True),
@@ -192,7 +192,7 @@ class TestFlashInfer:
     @pytest.mark.gpu
     def test_planning_and_running_do_not_synchronize_with_the_device(self):
         pytest.importorskip("flashinfer")
-        made = spec(torch.bfloat16, "cuda")
+        made = make_spec(torch.bfloat16, "cuda")
         backend = make_prefill("flashinfer", made)
         q, k, v = make_inputs(
             [40], [40], heads=4, width=192, value=128, padded=128, dtype=torch.bfloat16, device="cuda"
@@ -208,7 +208,7 @@ class TestFlashInfer:
         monkeypatch.setitem(sys.modules, "flashinfer.prefill", None)
         monkeypatch.delitem(sys.modules, "dcpbench.kernels.prefill.flashinfer_ragged", raising=False)
         with pytest.raises(MissingPackageError, match=r"pip install '\.\[flashinfer\]'"):
-            make_prefill("flashinfer", spec(torch.bfloat16, "cpu"))
+            make_prefill("flashinfer", make_spec(torch.bfloat16, "cpu"))
 
 
 class TestMergeAttnStates:

@@ -1,4 +1,7 @@
-"""Print which of Ctrl-C's signals are blocked in each of three client processes: `python -m tests.servers.blocked_signals`."""
+"""Print which signals of Ctrl-C and hang-ups each of three client processes blocks.
+
+python -m tests.servers.blocked_signals
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from dcpbench.servers.load import Call, LoadOptions
 NOWHERE = Target.from_url("http://127.0.0.1:9")
 
 
-def blocked(pid: int) -> str:
+def format_blocked_signals(pid: int) -> str:
     """Return the names of the blocked signals among SIGHUP and SIGINT."""
     (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigBlk:"))
     mask = int(line.split()[1], 16)
@@ -27,7 +30,7 @@ async def main() -> None:
         assert isinstance(run, ClientPool)
         await run.prepare(3)
         for process in run._processes:
-            print(blocked(process.pid or 0))  # noqa: T201 -- the output of this program
+            print(format_blocked_signals(process.pid or 0))  # noqa: T201 -- the output of this program
 
 
 if __name__ == "__main__":

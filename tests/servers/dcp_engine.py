@@ -25,19 +25,19 @@ import sys
 from array import array
 from typing import Any
 
-from tests.servers.faulty_engine import BF16_STEP, NOISE, VOCAB, Token, _true_logits, _write_answer, _write_json
+from tests.servers.faulty_engine import BF16_STEP, NOISE, VOCAB, Token, _draw_logits, _write_answer, _write_json
 
 FAULTS = ("none", "cache", "batch", "long", "every33", "page", "exchange", "scores")
 FP8_NOISE, FP8_FREEDOM, FP8_MEAN_GAP = (
     0.06,
     4,
     0.5,
-)  # Student's t: its tails are those of a token that gets another expert
+)  # Student's t distribution has the tails of tokens that get another expert
 FLIP_SHARE, FLIP_NOISE, SUM_NOISE = (
     0.3,
     0.13,
     0.04,
-)  # tokens that get another expert; their noise, and that of all others
+)  # share of tokens that get another expert, their noise, and the noise of all others
 FLIP_STEP, FLIP_SPACING, FLIP_LISTED = (
     2**-5,
     0.23,
@@ -45,8 +45,8 @@ FLIP_STEP, FLIP_SPACING, FLIP_LISTED = (
 )  # of bf16 logits; of the likeliest two tokens, as among 129,280 normal logits
 FLIPS_FROM = 64  # prompt length from which batches and prefix-cache hits change the order of sums
 PAGE, LONG_FROM, BATCH_ABOVE, PERIOD, WRONG_FROM = 16, 4_096, 2, 33, 2
-MAX_WRONG, WRONG_GAP = 4, 2.9  # wrong tokens with a log-probability, and their lead over the right one
-STEP_S = 0.003  # duration of an answer, during which others join its batch
+MAX_WRONG, WRONG_GAP = 4, 2.9  # number of listed wrong tokens, and their lead over the correct token
+STEP_S = 0.003  # duration of an answer; requests that arrive meanwhile join its batch
 SCORE_RANGE = (0.5, 9.0)  # range of negative log-probabilities of prompt tokens
 
 
@@ -121,7 +121,7 @@ class DcpEngine:
         _write_answer(writer, body, tokens, usage)
 
     def _find_cached(self, data: bytes, length: int) -> int:
-        """Return the tokens of whole pages at the beginning that the prefix cache holds, and put all pages into it."""
+        """Return the number of prompt tokens in the prefix cache, in whole pages; then add all pages of the prompt to the cache."""
         ends = [end * 4 for end in range(PAGE, length, PAGE)]
         names = [hashlib.sha1(data[:end], usedforsecurity=False).digest() for end in ends[:4]]
         hits = 0
@@ -149,7 +149,7 @@ class DcpEngine:
         tokens: list[Token] = []
         for _ in range(count):
             before = [token.id for token in tokens]
-            ids, logits = _true_logits(name, before, *([FP8_MEAN_GAP] if self.given.noise == "fp8" else []))
+            ids, logits = _draw_logits(name, before, *([FP8_MEAN_GAP] if self.given.noise == "fp8" else []))
             if self.given.noise:
                 logits = [round((x + self._move(rounding)) / BF16_STEP) * BF16_STEP for x in logits]
             norm = math.log(sum(map(math.exp, logits)))
@@ -192,7 +192,7 @@ class DcpEngine:
 
 
 def _make_wrong(token: Token) -> Token:
-    """Return another token, far ahead of the right one, and as close to other wrong ones as that is to other right ones."""
+    """Return a wrong token with a large lead over the correct one; its gaps to other wrong tokens equal those between correct ones."""
     top = {(i * 7 + 13) % VOCAB: p for i, p in list(token.top.items())[:MAX_WRONG]}
     return Token((token.id * 7 + 13) % VOCAB, top | {token.id: token.top[token.id] - WRONG_GAP})
 
@@ -203,7 +203,7 @@ def _die() -> None:
     os._exit(1)
 
 
-def _parse() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--dcp", type=int, default=1)
@@ -216,7 +216,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=VOCAB + 2_000)
     parser.add_argument("--dies-at-start", action="store_true")
-    parser.add_argument("--dies-after", type=int, default=-1, help="requests after which a faulty setting dies")
+    parser.add_argument(
+        "--dies-after", type=int, default=-1, help="number of requests after which a faulty setting exits"
+    )
     return parser.parse_args()
 
 
@@ -227,7 +229,7 @@ async def _main(given: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    body = _parse()
+    body = _parse_arguments()
     if body.dies_at_start and body.dcp > 1:
         sys.stderr.write("capturing CUDA graphs\n")
         _die()

@@ -1,9 +1,9 @@
-"""Serve an engine's HTTP API without an engine: tokens at known times, known faults, and a log of what was sent when.
+"""Serve an engine's HTTP API without an engine: send tokens at known times, inject faults, and log the times of all tokens.
 
     python -m tests.servers.fake_server --port 0 --ttft-ms 20 --gap-ms 50 --log sent.jsonl
 
-prints `listening on http://127.0.0.1:PORT` when it listens, and runs until it is killed. Its flags of layouts are vLLM's,
-so that it can be started like vLLM. In a test's own process it is `async with Running(Script(...)) as server`.
+The program prints `listening on http://127.0.0.1:PORT`, and runs until it is killed. It accepts vLLM's flags of layouts, so
+that dcpbench can start it like vLLM. `async with Running(Script(...)) as server` runs it in the process of a test.
 
 A request may carry its own script in the header X-Script, as JSON with fields of Script. Tokens follow from the prompt:
 the same prompt has the same answer on every server of the same vocabulary, with the same logprobs.
@@ -57,9 +57,9 @@ FAULTS = (
     "slow-bytes",
     "continue",
 )
-MIDDLE = ("500-mid", "error-event", "half-event", "close-mid", "silent-mid", "comments")
+MIDDLE_FAULTS = ("500-mid", "error-event", "half-event", "close-mid", "silent-mid", "comments")
 """Faults in place of the second chunk."""
-NO_STREAM = {  # bodies in place of a stream, each with its type
+WRONG_BODIES = {  # bodies in place of a stream, each with its type
     "html": ("<!doctype html><title>Sign in</title>" * 20, "text/html"),
     "not-json": ("{half", "application/json"),
 }
@@ -72,16 +72,15 @@ class Script:
 
     ttft_ms: float = 0.0
     gap_ms: float = 0.0
-    gaps_ms: list[float] | None = None  # before each chunk after the first, in turn; in place of gap_ms
+    gaps_ms: list[float] | None = None  # gaps before the chunks after the first, used in a cycle; replaces gap_ms
     burst: int = 1  # tokens of a chunk
-    stall_every: int = 0  # every n-th gap, over all requests, is stall_ms instead
+    stall_every: int = 0  # every n-th gap of all requests lasts stall_ms
     stall_ms: float = 500.0
     usage: str = "asked"
-    """`asked`: in the last chunk, in each with continuous_usage_stats, where stream_options ask for it; `always` in the
-    last chunk; `never`."""
-    token_ids: bool = True  # True if return_token_ids is supported, as by vLLM
+    """Chunks with a usage: `asked` follows stream_options; `always` is the last chunk; `never` is none."""
+    token_ids: bool = True  # True if the server supports return_token_ids, like vLLM
     takes_ids: bool = True  # True if a prompt may be token ids
-    ends_early: int = 0  # number of tokens after which the answer ends, regardless of the request; 0 means never
+    ends_early: int = 0  # maximum tokens of an answer; 0: the number that the request asks for
     fault: str = ""
     fault_every: int = 1  # every n-th request has the fault
 
@@ -93,17 +92,17 @@ class Model:
     name: str = "fake"
     vocab: int = 1000
     max_model_len: int = 32768
-    tokens_per_word: float = 1.0  # tokens that a word of text counts as, on average
-    wrong_from: int = 0  # another token from this context length (prompt and answer so far) on; 0: never
+    tokens_per_word: float = 1.0  # mean number of tokens per word of text
+    wrong_from: int = 0  # context length from which tokens are wrong; 0: never
     drift_from: int = 0
-    drift: float = 0.0  # added to every logprob from that context length on
+    drift: float = 0.0  # value added to each logprob from the context length drift_from on
     noise: float = 0.0
-    """Standard deviation of random noise on each logprob; also the probability of another token. Engines with
-    batch-dependent sums behave like this.
+    """Standard deviation of random noise on each logprob, and probability of another token, as in engines whose sums depend
+    on the batch.
     """
     flips: float = 0.0
-    logprobs: bool = True  # True if log-probabilities are returned; the second token is 2 behind
-    strict: bool = False  # True if fields that OpenAI's API does not have are refused
+    logprobs: bool = True  # True if the server returns logprobs; that of the second token is lower by 2
+    strict: bool = False  # True if the server refuses fields that OpenAI's API lacks
     api_key: str = ""
     engine: str = "vllm"
     version: str = "0.32.0"
@@ -111,7 +110,7 @@ class Model:
     block_size: int = 16
     kv_size_label: bool = True  # True if vllm:cache_config_info has kv_cache_size_tokens, as newer versions have
     log_kv_tokens: int = 0  # KV cache size in the log; 0: the true one
-    offer_metrics: bool = True  # True if /metrics exists: SGLang has it with --enable-metrics only
+    offer_metrics: bool = True  # True if /metrics exists; in SGLang it needs --enable-metrics
     draft_tokens: int = 0
     """Drafts per step: each chunk after the first is a step, in which all tokens except the last are accepted drafts."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)  # reported by /get_server_info
@@ -121,15 +120,15 @@ class Model:
 
 @dataclasses.dataclass
 class Sent:
-    """Record what the server did for one request; times are of time.perf_counter(), which all processes of a machine
-    share.
-    """
+    """Record the answer to one request. Times are values of time.perf_counter(), which all processes of a machine share."""
 
     number: int
     path: str
-    came_s: float  # time when the complete request had arrived, by the kernel's stamp if there is one
+    came_s: float  # arrival time of the complete request, from the kernel if it provides one
     prompt_tokens: int = 0
-    token_s: list[float] = dataclasses.field(default_factory=list)  # just before each token's chunk was written
+    token_s: list[float] = dataclasses.field(
+        default_factory=list
+    )  # times immediately before each token's chunk was written
     ended_s: float = 0.0
     fault: str = ""
     body: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -146,7 +145,7 @@ class Listening(socket.socket):
 
 
 class Accepted(StampedSocket):
-    """Record when the last bytes that were read had arrived."""
+    """Record the arrival time of the last bytes that were read."""
 
     came_s: float | None = None
 
@@ -157,9 +156,11 @@ class Accepted(StampedSocket):
         return data
 
 
-def listening(host: str, port: int) -> Listening:
-    """Return a socket that takes connections with stamped requests."""
-    sock = Listening(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # which asyncio sets TCP_NODELAY by
+def open_listening_socket(host: str, port: int) -> Listening:
+    """Return a listening socket that records the arrival times of requests."""
+    sock = Listening(
+        socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )  # asyncio sets TCP_NODELAY for this protocol
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind((host, port))
     return sock
@@ -201,7 +202,7 @@ STATUS = {
 }
 
 
-def next_token(context: list[int], vocab: int) -> tuple[int, float]:
+def draw_next_token(context: list[int], vocab: int) -> tuple[int, float]:
     """Return the token after `context` and its logprob, which depend on a hash of the context."""
     digest = zlib.crc32(b" ".join(b"%d" % token for token in context[-8:]), len(context))
     return digest % vocab, -0.05 - (digest >> 12) % 1000 / 2000
@@ -234,7 +235,7 @@ class FakeServer:
         assert task is not None
         self._tasks.add(task)
         try:
-            while await self._one(reader, writer):
+            while await self._serve_request(reader, writer):
                 pass
         except (ConnectionError, asyncio.IncompleteReadError, TimeoutError, ssl.SSLError, asyncio.CancelledError):
             pass  # the client disconnected, or the server is stopping
@@ -253,7 +254,7 @@ class FakeServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _serve_request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         line = await reader.readline()
         if not line.strip():
             return False
@@ -265,23 +266,23 @@ class FakeServer:
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         path = path.partition("?")[0]
         if not self.ready:
-            return await _json(writer, 503, {"error": "starting"})
+            return await _send_json(writer, 503, {"error": "starting"})
         key = self.model.api_key
         if key and headers.get("authorization") != f"Bearer {key}" and path != "/health":
-            return await _json(writer, 401, {"error": {"message": "Incorrect API key provided.", "code": 401}})
+            return await _send_json(writer, 401, {"error": {"message": "Incorrect API key provided.", "code": 401}})
         if method == "POST" and path in ("/v1/completions", "/v1/chat/completions"):
             return await self._complete(writer, path, headers, body)
-        return await self._other(writer, method, path)
+        return await self._serve_other_path(writer, method, path)
 
-    async def _other(self, writer: asyncio.StreamWriter, method: str, path: str) -> bool:
+    async def _serve_other_path(self, writer: asyncio.StreamWriter, method: str, path: str) -> bool:
         model = self.model
         if path == "/health":
-            return await _text(writer, 200, "", "text/plain")
+            return await _send_text(writer, 200, "", "text/plain")
         if path == "/v1/models":
             card = {"id": model.name, "object": "model", "owned_by": model.engine}
-            return await _json(writer, 200, {"data": [card | {"max_model_len": model.max_model_len}]})
+            return await _send_json(writer, 200, {"data": [card | {"max_model_len": model.max_model_len}]})
         if path == "/version" and model.engine == "vllm":
-            return await _json(writer, 200, {"version": model.version})
+            return await _send_json(writer, 200, {"version": model.version})
         if path in ("/get_server_info", "/server_info") and model.engine == "sglang":
             info = {"version": model.version, "model_path": model.name, **model.args}
             if self.steps:
@@ -290,18 +291,18 @@ class FakeServer:
                     "speculative_num_steps": model.draft_tokens,
                     "internal_states": [{"avg_spec_accept_length": mean}],
                 }
-            return await _json(writer, 200, info | {"max_total_num_tokens": model.kv_blocks * model.block_size})
+            return await _send_json(writer, 200, info | {"max_total_num_tokens": model.kv_blocks * model.block_size})
         if path == "/metrics" and model.engine in ("vllm", "sglang") and model.offer_metrics:
-            return await _text(writer, 200, self._metrics(), "text/plain; version=0.0.4")
+            return await _send_text(writer, 200, self._format_metrics(), "text/plain; version=0.0.4")
         if method == "POST" and path in ("/start_profile", "/stop_profile"):
-            return await self._profile(writer, path)
-        return await _json(writer, 404, {"detail": "Not Found"})
+            return await self._serve_profiler(writer, path)
+        return await _send_json(writer, 404, {"detail": "Not Found"})
 
-    async def _profile(self, writer: asyncio.StreamWriter, path: str) -> bool:
+    async def _serve_profiler(self, writer: asyncio.StreamWriter, path: str) -> bool:
         folders = [os.environ.get(f"{name}_TORCH_PROFILER_DIR", "") for name in ("VLLM", "SGLANG")]
         folder = next(filter(None, folders), "")
         if not folder:
-            return await _json(writer, 404, {"detail": "Not Found"})
+            return await _send_json(writer, 404, {"detail": "Not Found"})
         self.profiles.append(path)
         if path == "/stop_profile" and self.model.trace:
             source = Path(self.model.trace)
@@ -311,9 +312,9 @@ class FakeServer:
                     Path(folder)
                     / f"rank{rank}.{time.time_ns()}.pt.trace.json{source.suffix if source.suffix == '.gz' else ''}",
                 )
-        return await _text(writer, 200, "", "text/plain")
+        return await _send_text(writer, 200, "", "text/plain")
 
-    def _metrics(self) -> str:
+    def _format_metrics(self) -> str:
         name, model = self.model.engine, self.model
         labels = f'model_name="{model.name}"'
         if name == "sglang":
@@ -336,10 +337,13 @@ class FakeServer:
             f'vllm:prefix_cache_queries_total{{engine="0",{labels}}} {float(self.prompt_tokens)}\n'
             f'vllm:prefix_cache_hits_total{{engine="0",{labels}}} {float(self.hits)}\n'
         ) + "".join(
-            [self._draft_counters(labels), *(self._cache_config(engine) for engine in range(self._degree("dp_size")))]
+            [
+                self._format_draft_counters(labels),
+                *(self._format_cache_config(engine) for engine in range(self._get_degree("dp_size"))),
+            ]
         )
 
-    def _draft_counters(self, labels: str) -> str:
+    def _format_draft_counters(self, labels: str) -> str:
         """Return vLLM's counters of --speculative-config."""
         if not self.model.draft_tokens:
             return ""
@@ -348,20 +352,20 @@ class FakeServer:
             for n, count in enumerate(self.accepted)
         )
 
-    def _degree(self, name: str) -> int:
+    def _get_degree(self, name: str) -> int:
         return int(self.model.args.get(name, 1) or 1)
 
-    def engine_tokens(self) -> int:
+    def count_engine_tokens(self) -> int:
         """Return the tokens that the KV cache of one vLLM engine holds, over its context parallel ranks."""
-        return self.model.kv_blocks * self.model.block_size * self._degree("dcp_size")
+        return self.model.kv_blocks * self.model.block_size * self._get_degree("dcp_size")
 
-    def _cache_config(self, engine: int) -> str:
+    def _format_cache_config(self, engine: int) -> str:
         """Return vLLM's metric, in which num_gpu_blocks is the sum over engines and tokens are of one engine."""
         model = self.model
-        size = f',kv_cache_size_tokens="{self.engine_tokens()}"' if model.kv_size_label else ""
+        size = f',kv_cache_size_tokens="{self.count_engine_tokens()}"' if model.kv_size_label else ""
         return (
             f'vllm:cache_config_info{{block_size="{model.block_size}",cache_dtype="auto",engine="{engine}"{size},'
-            f'num_gpu_blocks="{model.kv_blocks * self._degree("dp_size")}"}} 1.0\n'
+            f'num_gpu_blocks="{model.kv_blocks * self._get_degree("dp_size")}"}} 1.0\n'
         )
 
     def log_kv_cache(self) -> None:
@@ -371,15 +375,15 @@ class FakeServer:
             tokens = model.log_kv_tokens or model.kv_blocks * model.block_size
             sys.stderr.write(f"[2026-11-28 10:00:00 TP0] max_total_num_tokens={tokens}, chunked_prefill_size=8192\n")
         if model.engine == "vllm":
-            tokens = model.log_kv_tokens or self.engine_tokens()
-            for engine in range(self._degree("dp_size")):
+            tokens = model.log_kv_tokens or self.count_engine_tokens()
+            for engine in range(self._get_degree("dp_size")):
                 sys.stderr.write(
                     f"(EngineCore_DP{engine} pid=7) INFO 11-28 10:00:00 [kv_cache_utils.py:1316] "
                     f"GPU KV cache size: {tokens:,} tokens\n"
                 )
         sys.stderr.flush()
 
-    def _script(self, headers: dict[str, str], number: int) -> Script:
+    def _get_script(self, headers: dict[str, str], number: int) -> Script:
         if "x-script" in headers:
             return Script(**json.loads(headers["x-script"]))
         return self.scripts[number] if number < len(self.scripts) else self.script
@@ -388,26 +392,28 @@ class FakeServer:
         stamped = getattr(writer.get_extra_info("socket")._sock, "came_s", None)
         sent = Sent(len(self.sent), path, stamped or time.perf_counter())
         self.sent.append(sent)
-        script = self._script(headers, sent.number)
+        script = self._get_script(headers, sent.number)
         if script.fault and (sent.number + 1) % script.fault_every == 0:
             sent.fault = script.fault
         try:
             body = json.loads(data)
         except ValueError:
-            return await _json(writer, 400, {"error": {"message": "the body is no JSON", "code": 400}})
+            return await _send_json(writer, 400, {"error": {"message": "the body is no JSON", "code": 400}})
         sent.body, sent.headers = body, headers
-        answered = await self._faulty_head(writer, sent, headers)
+        answered = await self._send_faulty_head(writer, sent, headers)
         if answered is not None:
             return answered
-        if refusal := self._refused(body, script):
-            return await _json(writer, 400, {"error": {"message": refusal, "type": "BadRequestError", "code": 400}})
-        prompt = self._ids(body)
+        if refusal := self._find_refusal(body, script):
+            return await _send_json(
+                writer, 400, {"error": {"message": refusal, "type": "BadRequestError", "code": 400}}
+            )
+        prompt = self._get_prompt_ids(body)
         sent.prompt_tokens = len(prompt)
         count = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         count = min(count, script.ends_early or count)
         if len(prompt) + count > self.model.max_model_len:
             message = f"This model's maximum context length is {self.model.max_model_len} tokens."
-            return await _json(writer, 400, {"error": {"message": message, "code": 400}})
+            return await _send_json(writer, 400, {"error": {"message": message, "code": 400}})
         self.prompt_tokens += len(prompt)
         shared = str(prompt[:16])
         self.hits += 16 * (len(prompt) // 16) if shared in self._seen else 0
@@ -415,13 +421,13 @@ class FakeServer:
         self.running += 1
         try:
             if body.get("stream"):
-                return await self._stream(writer, sent, script, body, prompt, count)
-            return await self._whole(writer, sent, script, body, prompt, count)
+                return await self._send_stream(writer, sent, script, body, prompt, count)
+            return await self._send_whole(writer, sent, script, body, prompt, count)
         finally:
             self.running -= 1
             sent.ended_s = time.perf_counter()
 
-    async def _faulty_head(self, writer: asyncio.StreamWriter, sent: Sent, headers: dict[str, str]) -> bool | None:
+    async def _send_faulty_head(self, writer: asyncio.StreamWriter, sent: Sent, headers: dict[str, str]) -> bool | None:
         """Send a faulty response instead of an answer; return None if the answer is to begin."""
         fault = sent.fault
         if fault == "429-once":
@@ -433,11 +439,11 @@ class FakeServer:
         if fault in ("400", "401", "404", "429", "500"):
             error = {"error": {"message": f"{STATUS[int(fault)]}: as scripted", "code": int(fault)}}
             more = {"Retry-After": "0"} if fault == "429" else {}
-            return await _json(writer, int(fault), error, more)
+            return await _send_json(writer, int(fault), error, more)
         if fault == "redirect":
-            return await _text(writer, 301, "", "text/plain", {"Location": "http://elsewhere.invalid/v1"})
-        if fault in NO_STREAM:
-            return await _text(writer, 200, *NO_STREAM[fault])
+            return await _send_text(writer, 301, "", "text/plain", {"Location": "http://elsewhere.invalid/v1"})
+        if fault in WRONG_BODIES:
+            return await _send_text(writer, 200, *WRONG_BODIES[fault])
         if fault in ("close", "reset"):
             if fault == "reset":
                 writer.transport.abort()
@@ -449,7 +455,7 @@ class FakeServer:
             return await _pour(writer, b"x" * 65536)
         return None
 
-    def _refused(self, body: dict[str, Any], script: Script) -> str:
+    def _find_refusal(self, body: dict[str, Any], script: Script) -> str:
         if self.model.strict and (unknown := set(body) - OPENAI):
             return f"Unrecognized request argument supplied: {min(unknown)}"
         prompt = body.get("prompt")
@@ -462,7 +468,7 @@ class FakeServer:
             return f"The model `{body['model']}` does not exist."
         return ""
 
-    def _ids(self, body: dict[str, Any]) -> list[int]:
+    def _get_prompt_ids(self, body: dict[str, Any]) -> list[int]:
         prompt = body.get("prompt")
         if isinstance(prompt, list):
             return prompt
@@ -472,10 +478,10 @@ class FakeServer:
         more = round(len(ids) * self.model.tokens_per_word)
         return (ids * (more // max(len(ids), 1) + 1))[:more] or [0]
 
-    def _answer(self, prompt: list[int], count: int) -> list[tuple[int, float]]:
+    def _draw_answer(self, prompt: list[int], count: int) -> list[tuple[int, float]]:
         model, context, found = self.model, list(prompt), []
         for _ in range(count):
-            token, logprob = next_token(context, model.vocab)
+            token, logprob = draw_next_token(context, model.vocab)
             if (model.wrong_from and len(context) >= model.wrong_from) or random.random() < model.flips:
                 token = (token + 1) % model.vocab
             if model.drift_from and len(context) >= model.drift_from:
@@ -486,7 +492,7 @@ class FakeServer:
             context.append(token)
         return found
 
-    def _piece(
+    def _make_choice(
         self, body: dict[str, Any], tokens: list[tuple[int, float]], *, chat: bool, stream: bool
     ) -> dict[str, Any]:
         """Return a choice with these tokens."""
@@ -519,10 +525,10 @@ class FakeServer:
                 }
         return choice
 
-    def _usage(self, prompt: list[int], done: int) -> dict[str, int]:
+    def _make_usage(self, prompt: list[int], done: int) -> dict[str, int]:
         return {"prompt_tokens": len(prompt), "completion_tokens": done, "total_tokens": len(prompt) + done}
 
-    async def _whole(
+    async def _send_whole(
         self,
         writer: asyncio.StreamWriter,
         sent: Sent,
@@ -533,16 +539,16 @@ class FakeServer:
     ) -> bool:
         chat = sent.path.endswith("chat/completions")
         await asyncio.sleep((script.ttft_ms + script.gap_ms * (count - 1)) / 1000)
-        tokens = self._answer(prompt, count)
+        tokens = self._draw_answer(prompt, count)
         self.generated += count
-        choice = self._piece(body, tokens, chat=chat, stream=False) | {"finish_reason": "length"}
+        choice = self._make_choice(body, tokens, chat=chat, stream=False) | {"finish_reason": "length"}
         if body.get("return_token_ids") and script.token_ids:
             choice |= {"token_ids": [t for t, _ in tokens]}
         sent.token_s = [time.perf_counter()] * count
         response = {"id": f"cmpl-{sent.number}", "model": self.model.name, "choices": [choice]}
-        return await _json(writer, 200, response | {"usage": self._usage(prompt, count)})
+        return await _send_json(writer, 200, response | {"usage": self._make_usage(prompt, count)})
 
-    async def _stream(
+    async def _send_stream(
         self,
         writer: asyncio.StreamWriter,
         sent: Sent,
@@ -560,23 +566,23 @@ class FakeServer:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         if chat:
             first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            _event(writer, head | {"choices": [first]}, end)
+            _send_event(writer, head | {"choices": [first]}, end)
         if fault == "endless-line":
             return await _pour(writer, b"data: " + b"x" * 65536, chunked=True)
-        tokens, text, due = self._answer(prompt, count), b"", sent.came_s + script.ttft_ms / 1000
+        tokens, text, due = self._draw_answer(prompt, count), b"", sent.came_s + script.ttft_ms / 1000
         for number, first_token in enumerate(range(0, count, script.burst)):
             piece = tokens[first_token : first_token + script.burst]
             done = first_token + len(piece)
-            due += self._gap(script, number) / 1000 if number else 0.0
-            choice = self._piece(body, piece, chat=chat, stream=True)
+            due += self._get_gap_s(script, number) / 1000 if number else 0.0
+            choice = self._make_choice(body, piece, chat=chat, stream=True)
             if body.get("return_token_ids") and script.token_ids:
                 choice |= {"token_ids": [t for t, _ in piece]} | ({} if number else {"prompt_token_ids": prompt})
             choice["finish_reason"] = "length" if done == count and fault != "endless" else None
-            usage = {"usage": self._usage(prompt, done)} if stream_options.get("continuous_usage_stats") else {}
+            usage = {"usage": self._make_usage(prompt, done)} if stream_options.get("continuous_usage_stats") else {}
             text = json.dumps(head | {"choices": [choice]} | usage, separators=(",", ":")).encode()
             await asyncio.sleep(max(due - time.perf_counter(), 0))
-            if number == 1 and fault in MIDDLE:
-                return await self._faulty_middle(writer, fault, text)
+            if number == 1 and fault in MIDDLE_FAULTS:
+                return await self._send_faulty_middle(writer, fault, text)
             sent.token_s += [time.perf_counter()] * len(piece)
             await _write_event(writer, text, end, slowly=fault == "slow-bytes")
             self.generated += len(piece)
@@ -584,8 +590,8 @@ class FakeServer:
         if fault == "endless":
             return await _pour(writer, b"data: " + text + end, chunked=True)
         if script.usage == "always" or stream_options.get("include_usage"):
-            _event(writer, head | {"choices": [], "usage": self._usage(prompt, count)}, end)
-        _raw(writer, b"data: [DONE]" + end)
+            _send_event(writer, head | {"choices": [], "usage": self._make_usage(prompt, count)}, end)
+        _send_chunk(writer, b"data: [DONE]" + end)
         writer.write(b"0\r\n\r\n")
         await writer.drain()
         return True
@@ -597,51 +603,51 @@ class FakeServer:
             for position in range(tokens - 1):
                 self.accepted[position] += 1
 
-    async def _faulty_middle(self, writer: asyncio.StreamWriter, fault: str, text: bytes) -> bool:
+    async def _send_faulty_middle(self, writer: asyncio.StreamWriter, fault: str, text: bytes) -> bool:
         if fault in ("500-mid", "error-event"):
             error = {"error": {"message": "EngineCore encountered an issue: as scripted", "code": 500}}
-            _event(writer, error, b"\n\n")
+            _send_event(writer, error, b"\n\n")
             if fault == "error-event":
-                _raw(writer, b"data: [DONE]\n\n")
+                _send_chunk(writer, b"data: [DONE]\n\n")
             writer.write(b"0\r\n\r\n")
         elif fault == "half-event":
-            _raw(writer, b"data: " + text[: len(text) // 2])
+            _send_chunk(writer, b"data: " + text[: len(text) // 2])
             writer.write(b"0\r\n\r\n")
         elif fault == "silent-mid":
             await writer.drain()
             await asyncio.Event().wait()
         elif fault == "comments":
             while True:
-                _raw(writer, b": still here\n\n")
+                _send_chunk(writer, b": still here\n\n")
                 await writer.drain()
                 await asyncio.sleep(0.01)
         await writer.drain()
         return False
 
-    def _gap(self, script: Script, number: int) -> float:
+    def _get_gap_s(self, script: Script, number: int) -> float:
         self.gaps += 1
         if script.stall_every and self.gaps % script.stall_every == 0:
             return script.stall_ms
         return script.gaps_ms[(number - 1) % len(script.gaps_ms)] if script.gaps_ms else script.gap_ms
 
 
-def _event(writer: asyncio.StreamWriter, body: dict[str, Any], end: bytes) -> None:
-    _raw(writer, b"data: " + json.dumps(body, separators=(",", ":")).encode() + end)
+def _send_event(writer: asyncio.StreamWriter, body: dict[str, Any], end: bytes) -> None:
+    _send_chunk(writer, b"data: " + json.dumps(body, separators=(",", ":")).encode() + end)
 
 
 async def _write_event(writer: asyncio.StreamWriter, text: bytes, end: bytes, *, slowly: bool) -> None:
     """Write an event in one chunk, or in many."""
     if slowly:
         for i in range(0, len(text), 16):
-            _raw(writer, (b"" if i else b"data: ") + text[i : i + 16])
+            _send_chunk(writer, (b"" if i else b"data: ") + text[i : i + 16])
             await asyncio.sleep(0)
-        _raw(writer, end)
+        _send_chunk(writer, end)
     else:
-        _raw(writer, b"data: " + text + end)
+        _send_chunk(writer, b"data: " + text + end)
     await writer.drain()
 
 
-def _raw(writer: asyncio.StreamWriter, data: bytes) -> None:
+def _send_chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
     """Write a chunk of HTTP."""
     writer.write(b"%x\r\n%s\r\n" % (len(data), data))
 
@@ -650,18 +656,18 @@ async def _pour(writer: asyncio.StreamWriter, data: bytes, *, chunked: bool = Fa
     """Write the same text repeatedly."""
     for _ in range(ENDLESS_BYTES // len(data)):
         if chunked:
-            _raw(writer, data)
+            _send_chunk(writer, data)
         else:
             writer.write(data)
         await writer.drain()
     return False
 
 
-async def _json(writer: asyncio.StreamWriter, code: int, body: object, more: dict[str, str] | None = None) -> bool:
-    return await _text(writer, code, json.dumps(body), "application/json", more)
+async def _send_json(writer: asyncio.StreamWriter, code: int, body: object, more: dict[str, str] | None = None) -> bool:
+    return await _send_text(writer, code, json.dumps(body), "application/json", more)
 
 
-async def _text(
+async def _send_text(
     writer: asyncio.StreamWriter, code: int, text: str, kind: str, more: dict[str, str] | None = None
 ) -> bool:
     body = text.encode()
@@ -683,7 +689,7 @@ class Running:
 
     async def __aenter__(self) -> Self:
         self._listening = await asyncio.start_server(
-            self.server.serve, sock=listening("127.0.0.1", 0), ssl=self._tls, backlog=1024
+            self.server.serve, sock=open_listening_socket("127.0.0.1", 0), ssl=self._tls, backlog=1024
         )
         port = self._listening.sockets[0].getsockname()[1]
         self.url = f"{'https' if self._tls else 'http'}://127.0.0.1:{port}"
@@ -694,7 +700,7 @@ class Running:
         await self.server.stop()
 
 
-def _arguments() -> tuple[argparse.Namespace, list[str]]:
+def _parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for struct in (Script, Model):
         for field in dataclasses.fields(struct):
@@ -714,23 +720,23 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--tensor-parallel-size", "--tp-size", "-tp", type=int, default=1)
     parser.add_argument("--decode-context-parallel-size", "--dcp-size", "-dcp", type=int, default=1)
     parser.add_argument("--data-parallel-size", "--dp-size", "-dp", type=int, default=1)
-    parser.add_argument("--refuse", default="2,2", help="tp,dcp that cannot be; the reason goes to stderr")
-    parser.add_argument("--start-delay", type=float, default=0.0, help="seconds before it listens")
-    parser.add_argument("--health-delay", type=float, default=0.0, help="seconds for which it answers 503 then")
-    parser.add_argument("--crash-after", type=float, default=0.0, help="seconds after which it dies")
-    parser.add_argument("--engine-log", type=Path, help="log of a real engine, which is written when it starts")
+    parser.add_argument("--refuse", default="2,2", help="TP,DCP of a layout that is refused with a reason on stderr")
+    parser.add_argument("--start-delay", type=float, default=0.0, help="time in s before it listens")
+    parser.add_argument("--health-delay", type=float, default=0.0, help="time in s after that for which it answers 503")
+    parser.add_argument("--crash-after", type=float, default=0.0, help="time in s after which it exits with an error")
+    parser.add_argument("--engine-log", type=Path, help="log of a real engine that is written to stderr at the start")
     parser.add_argument("--ignore-sigterm", action="store_true")
-    parser.add_argument("--children", type=int, default=0, help="processes of its own that only wait, as ranks do")
+    parser.add_argument("--children", type=int, default=0, help="child processes that only wait, like ranks")
     return parser.parse_known_args()
 
 
-def _struct(kind: type, given: argparse.Namespace) -> Any:
+def _make_struct(kind: type, given: argparse.Namespace) -> Any:
     names = {field.name for field in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in vars(given).items() if name in names})
 
 
 async def _main(given: argparse.Namespace, others: list[str]) -> None:
-    server = FakeServer(_struct(Script, given), _struct(Model, given))
+    server = FakeServer(_make_struct(Script, given), _make_struct(Model, given))
     server.model.args = {
         "tp_size": given.tensor_parallel_size,
         "dcp_size": given.decode_context_parallel_size,
@@ -754,7 +760,7 @@ async def _main(given: argparse.Namespace, others: list[str]) -> None:
     if given.tls_cert:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(given.tls_cert, given.tls_key)
-    sock = listening(given.host, given.port)
+    sock = open_listening_socket(given.host, given.port)
     taking = await asyncio.start_server(server.serve, sock=sock, ssl=tls, backlog=1024)
     scheme = "https" if tls else "http"
     sys.stdout.write(f"listening on {scheme}://{given.host}:{sock.getsockname()[1]}" + "\n")
@@ -779,7 +785,7 @@ def _crash() -> None:
 
 def main() -> int:
     """Serve until killed."""
-    given, others = _arguments()
+    given, others = _parse_arguments()
     layout = f"{given.tensor_parallel_size},{given.decode_context_parallel_size}"
     if layout == given.refuse:
         sys.stderr.write(

@@ -28,7 +28,7 @@ from typing import Any
 
 VOCAB = 30_000
 CACHED_FROM, LONG_FROM, BATCH_ABOVE = 256, 4_096, 2
-STEP_S = 0.02  # duration of an answer, during which others join its batch
+STEP_S = 0.02  # duration of an answer; requests that arrive meanwhile join its batch
 NOISE, BF16_STEP = 0.02, 0.0625  # rounding of logits between 8 and 16
 LOGITS, MEAN_GAP = (12.0, 16.0), 1.0  # of the likeliest token; gaps between candidates are exponential
 CANDIDATES = 6
@@ -36,14 +36,14 @@ CANDIDATES = 6
 
 @dataclasses.dataclass
 class Token:
-    """Token of an answer with the log-probabilities of the most likely tokens."""
+    """Hold a token of an answer with the log-probabilities of the likeliest tokens."""
 
     id: int
     top: dict[int, float]
 
 
 class FaultyEngine:
-    """Serve answers of all modes, and count seen prompts and running requests per mode."""
+    """Serve answers of all modes; count the seen prompts and the running requests of each mode."""
 
     def __init__(self) -> None:
         self._seen: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -79,20 +79,20 @@ class FaultyEngine:
         again = self._seen[mode, name] > 1
         await asyncio.sleep(STEP_S)
         if mode.startswith("noise"):
-            tokens = self._noisy(mode, name, body["max_tokens"], again=again, alone=self._busy[mode] == 1)
+            tokens = self._draw_noisy_tokens(mode, name, body["max_tokens"], again=again, alone=self._busy[mode] == 1)
         else:
             fault = _find_fault(mode, len(prompt), again=again, busy=self._busy[mode])
-            tokens = _planted(name, body["max_tokens"], fault)
+            tokens = _draw_planted_tokens(name, body["max_tokens"], fault)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
         _write_answer(writer, body, tokens, usage)
         self._busy[mode] -= 1
 
-    def _noisy(self, mode: str, name: str, count: int, *, again: bool, alone: bool) -> list[Token]:
-        """Return tokens of a correct engine: a lone request always uses the same kernels, a batch does not."""
+    def _draw_noisy_tokens(self, mode: str, name: str, count: int, *, again: bool, alone: bool) -> list[Token]:
+        """Return tokens of a correct engine, which uses the same kernels for each single request but not for each batch."""
         rounding = random.Random(f"{mode} {again}") if alone else self._random
         tokens: list[Token] = []
         for _ in range(count):
-            ids, logits = _true_logits(name, [token.id for token in tokens])
+            ids, logits = _draw_logits(name, [token.id for token in tokens])
             moved = [round((x + rounding.gauss(0.0, NOISE)) / BF16_STEP) * BF16_STEP for x in logits]
             norm = math.log(sum(map(math.exp, moved)))
             top = {token: x - norm for token, x in sorted(zip(ids, moved, strict=True), key=lambda pair: -pair[1])}
@@ -111,7 +111,7 @@ def _find_fault(mode: str, length: int, *, again: bool, busy: int) -> int | None
     return first if present else None
 
 
-def _planted(name: str, count: int, fault: int | None) -> list[Token]:
+def _draw_planted_tokens(name: str, count: int, fault: int | None) -> list[Token]:
     """Return tokens that do not depend on previous ones, with other tokens from a fault on."""
     chances, tokens = random.Random(name), []
     for i in range(count):
@@ -122,7 +122,7 @@ def _planted(name: str, count: int, fault: int | None) -> list[Token]:
     return tokens
 
 
-def _true_logits(name: str, before: list[int], mean_gap: float = MEAN_GAP) -> tuple[list[int], list[float]]:
+def _draw_logits(name: str, before: list[int], mean_gap: float = MEAN_GAP) -> tuple[list[int], list[float]]:
     """Return the likeliest tokens and their logits in exact arithmetic."""
     chances = random.Random(f"{name} {before}")
     ids = chances.sample(range(10, VOCAB), CANDIDATES)
@@ -132,7 +132,7 @@ def _true_logits(name: str, before: list[int], mean_gap: float = MEAN_GAP) -> tu
     return ids, logits
 
 
-def _choice(body: dict[str, Any], tokens: list[Token]) -> dict[str, Any]:
+def _make_choice(body: dict[str, Any], tokens: list[Token]) -> dict[str, Any]:
     found: dict[str, Any] = {"index": 0, "text": "".join(f" t{token.id}" for token in tokens)}
     if body.get("return_token_ids"):
         found["token_ids"] = [token.id for token in tokens]
@@ -150,12 +150,12 @@ def _write_answer(
     writer: asyncio.StreamWriter, body: dict[str, Any], tokens: list[Token], usage: dict[str, int]
 ) -> None:
     if not body.get("stream"):
-        choice = _choice(body, tokens) | {"finish_reason": "length"}
+        choice = _make_choice(body, tokens) | {"finish_reason": "length"}
         _write_json(writer, {"choices": [choice], "usage": usage})
         return
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
     for i, token in enumerate(tokens):
-        choice = _choice(body, [token]) | {"finish_reason": "length" if i == len(tokens) - 1 else None}
+        choice = _make_choice(body, [token]) | {"finish_reason": "length" if i == len(tokens) - 1 else None}
         _write_chunk(writer, b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
     _write_chunk(writer, b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n")
     writer.write(b"0\r\n\r\n")

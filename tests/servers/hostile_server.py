@@ -1,4 +1,4 @@
-"""Run a server in a thread of the test's process that reports any data about itself and its answers."""
+"""Run a server that reports arbitrary data about itself and its answers, in a thread of the test's process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def in_thread(server: FakeServer) -> Iterator[str]:
-    """Serve in a separate loop while the block lasts, and give the address."""
+def run_in_thread(server: FakeServer) -> Iterator[str]:
+    """Serve in a separate event loop inside the block, and yield the address."""
     loop, ready, done = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
     urls: list[str] = []
 

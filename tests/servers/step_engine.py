@@ -33,7 +33,7 @@ KERNELS = {  # kernels of a traced step, each with its share of the step's time;
     "ncclDevKernel_AllReduce_Sum": 0.2,
     "some_kernel_of_its_own": 0.05,
 }
-MAX_LATE_S = 5e-3  # by which a busy machine may delay a step without delaying those after it
+MAX_LATE_S = 5e-3  # maximum delay of a step on a busy machine that does not delay later steps
 BASE_MS, MS_PER_REQUEST, MS_PER_KV_TOKEN, MS_PER_TOKEN, MS_PER_PAIR = 20.0, 0.5, 1e-3, 0.02, 1e-5
 
 
@@ -45,33 +45,33 @@ def compute_step_ms(contexts: list[int], chunks: list[tuple[int, int]]) -> float
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A request that is being served."""
+    """Hold a request that is being served."""
 
     prompt: int
     output: int
     writer: asyncio.StreamWriter
     usage: bool
     prefilled: int = 0
-    planned: int = 0  # output tokens of planned steps
+    planned: int = 0  # output tokens that planned steps produce
     sent: int = 0
     done: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @property
-    def gone(self) -> bool:
+    def is_gone(self) -> bool:
         """Return True if its client has closed the connection."""
         return self.writer.transport.is_closing()
 
 
 @dataclasses.dataclass
 class Step:
-    """A planned step."""
+    """Hold a planned step."""
 
     decodes: list[Request]
     prompts: list[Request]
     finished_prompts: list[Request]
     ms: float
-    begin_s: float  # when it can begin, in s of time.perf_counter()
-    launched_s: float  # when the host has launched it
+    begin_s: float  # earliest begin, by time.perf_counter()
+    launched_s: float  # time at which the host has launched the step
 
 
 class StepEngine:
@@ -85,7 +85,7 @@ class StepEngine:
         self.outputs: asyncio.Queue[Step] = asyncio.Queue()
         self.steps = 0
         self.delivered: list[tuple[float, int, int]] = []
-        """When the tokens of each step were sent, in s of time.perf_counter(), and its numbers of prompts and of decodes."""
+        """Time of time.perf_counter() at which the tokens of each step were sent, and its numbers of prompts and decodes."""
         self.traced: list[tuple[float, int, int]] | None = None
 
     async def run(self) -> None:
@@ -99,7 +99,7 @@ class StepEngine:
                 end = 0.0
                 continue
             now = time.perf_counter()
-            begin = end if now - end < MAX_LATE_S else now  # a step begins where the one before ended
+            begin = end if now - end < MAX_LATE_S else now  # a step begins at the end of the previous one
             end = max(max(begin, step.begin_s) + step.ms / 1e3 * self.given.time_factor, step.launched_s)
             planned = self.plan_step() if self.given.asynchronous else None
             await asyncio.sleep(max(end - time.perf_counter(), 0.0))
@@ -119,8 +119,8 @@ class StepEngine:
 
     def plan_step(self) -> Step | None:
         """Return the next step: decodes first, then prompts in the order in which they came, up to the budget."""
-        self.running = [r for r in self.running if not r.gone and r.planned < r.output]
-        self.waiting = collections.deque(r for r in self.waiting if not r.gone)
+        self.running = [r for r in self.running if not r.is_gone and r.planned < r.output]
+        self.waiting = collections.deque(r for r in self.waiting if not r.is_gone)
         decodes = [r for r in self.running if r.prefilled == r.prompt]
         chunks, budget = [], self.given.max_num_batched_tokens - (0 if self.given.separate else len(decodes))
         while self.waiting and len(self.running) < self.given.max_num_seqs:
@@ -159,7 +159,7 @@ class StepEngine:
             sys.stderr.flush()
             os._exit(1)
         for request in (*step.decodes, *step.finished_prompts):
-            if request.gone:
+            if request.is_gone:
                 request.done.set()
                 continue
             request.sent += 1
@@ -259,7 +259,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--traces", default="")
     parser.add_argument("--separate", action="store_true")
     parser.add_argument("--asynchronous", action="store_true")
-    parser.add_argument("--time-factor", type=float, default=1.0, help="by which steps are longer")
+    parser.add_argument("--time-factor", type=float, default=1.0, help="factor on the time of each step")
     parser.add_argument("--row-multiple", type=int, default=1)
     parser.add_argument("--first-token-us", type=float, default=0.0)
     parser.add_argument("--launch-ms", type=float, default=0.0)

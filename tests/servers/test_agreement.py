@@ -57,7 +57,7 @@ from dcpbench.servers.exact_tests import (
 from dcpbench.servers.server_comparison import Report, SettingResult, compare_running
 from tests.servers.fake_server import Model, Running, Script
 from tools.client_accuracy import run_test_server
-from tools.server_agreement import PAIRS, RIGHT, format_verdicts, run_verify, start_faulty_engine
+from tools.server_agreement import CORRECT_PAIRS, PAIRS, format_verdicts, run_verify, start_faulty_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,7 +124,7 @@ def judge(servers: list[list[LengthAnswers]], hits: tuple[int | None, ...] = (0,
     return Report(results=results, seed=1, new_tokens=N)
 
 
-def compared(*servers: dict[str, Any], contexts: tuple[int, ...] = (512,), prompts: int = 12) -> Report:
+def judge_servers(*servers: dict[str, Any], contexts: tuple[int, ...] = (512,), prompts: int = 12) -> Report:
     """Return the judged comparison of servers that answer all prompts of all lengths in the given way."""
     return judge([[collect(n, [how] * prompts) for n in contexts] for how in servers])
 
@@ -230,7 +230,7 @@ class TestVerdicts:
 
     def test_equal_servers_agree_with_the_detectable_difference(self) -> None:
         """12 prompts of two lengths are sent new, again, in a batch and alone; a share p is missed with (1 − p)^120."""
-        report = compared({}, {}, contexts=(64, 512))
+        report = judge_servers({}, {}, contexts=(64, 512))
         judgement = get_judgements(report)[1]
         assert (report.verdict, judgement.coverage, judgement.findings, judgement.undecided) == (AGREE, 1.0, [], [])
         assert judgement.detectable.prompts == pytest.approx(1 - 0.05 ** (1 / 120))
@@ -248,7 +248,7 @@ class TestVerdicts:
         )
 
     def test_single_server_is_consistent_but_never_agrees(self) -> None:
-        report = compared({})
+        report = judge_servers({})
         assert report.verdict == CONSISTENT
         assert format_report(report)[0].startswith("A: CONSISTENT. Its answers repeat")
 
@@ -265,7 +265,7 @@ class TestVerdicts:
     ) -> None:
         """Either server, both servers, or a single server may give unrepeatable answers."""
         sides = {"A": [how, {}], "B": [{}, how], "both": [how, how], "one": [how]}[side]
-        report = compared(*sides)
+        report = judge_servers(*sides)
         assert report.verdict == DIFFER
         found = {name: finding for name, finding in list_findings(report) if finding.effect == effect}
         assert set(found) == {"both": {"A", "B"}, "one": {"A"}}.get(side, {side})
@@ -288,15 +288,15 @@ class TestVerdicts:
         )
         assert find_next_length(get_judgements(report), 32) == 288
         assert find_next_length(get_judgements(report), 448) is None
-        assert find_next_length(get_judgements(compared({}, {}, contexts=(64, 512))), 32) is None
+        assert find_next_length(get_judgements(judge_servers({}, {}, contexts=(64, 512))), 32) is None
 
     def test_drift_between_servers_with_equal_tokens_is_a_difference(self) -> None:
-        report = compared({}, {"off": 0.7})
+        report = judge_servers({}, {"off": 0.7})
         assert [(name, f.effect, f.first) for name, f in list_findings(report)] == [("B", SERVERS, None)]
 
     def test_small_drift_is_undecided_if_rounding_is_unknown(self) -> None:
         """Both servers repeat themselves exactly, which does not measure the rounding between them."""
-        report = compared({}, {"off": 0.2})
+        report = judge_servers({}, {"off": 0.2})
         assert (report.verdict, get_judgements(report)[1].undecided) == (UNDECIDED, [UNMEASURED])
         assert "Rounding could not be measured" in format_report(report)[1]
 
@@ -304,7 +304,7 @@ class TestVerdicts:
         """Every answer of B differs from A's in its last token, which is 0.05 ahead in A."""
         a = {"alone": "a" * N, "second": "b", "ahead": 0.05}
         b = {"alone": "a" * (N - 1) + "b", "second": "a", "ahead": 0.05}
-        report = compared(a, b)
+        report = judge_servers(a, b)
         assert report.verdict == AGREE
         assert "; 84 near-ties." in format_report(report)[1], "12 prompts with 7 pairs each"
 
@@ -312,18 +312,18 @@ class TestVerdicts:
         """Tokens after the first difference are not compared."""
         a = {"alone": "a" * N, "second": "b", "ahead": 0.05}
         b = {"alone": "b" * N, "second": "a", "ahead": 0.05}
-        report = compared(a, b)
+        report = judge_servers(a, b)
         judgement = get_judgements(report)[1]
         assert (report.verdict, judgement.undecided, judgement.coverage) == (UNDECIDED, [FEW_TOKENS], 1 / N)
 
     def test_differences_that_cannot_be_attributed_are_undecided(self) -> None:
         """A near-tie cannot be distinguished from a fault without log-probabilities."""
-        report = compared({"logprobs": False}, {"alone": WRONG, "logprobs": False})
+        report = judge_servers({"logprobs": False}, {"alone": WRONG, "logprobs": False})
         assert (report.verdict, get_judgements(report)[1].undecided) == (UNDECIDED, [UNATTRIBUTED])
         text = format_report(report)[1]
         assert "no log-probabilities say whether those are near-ties" in text
         assert "compared by their tokens alone" in text
-        assert compared({"logprobs": False}, {"logprobs": False}).verdict == AGREE
+        assert judge_servers({"logprobs": False}, {"logprobs": False}).verdict == AGREE
 
     def test_rare_difference_is_undecided(self) -> None:
         """One differing prompt of twelve is neither agreement nor significant."""
@@ -352,11 +352,11 @@ class TestVerdicts:
         assert not [f for _, f in list_findings(judge([[noisy, batch]] * 2)) if f.effect == BATCH]
 
     def test_empty_answers_are_undecided(self) -> None:
-        assert compared({"alone": ""}, {"alone": ""}).verdict == UNDECIDED
+        assert judge_servers({"alone": ""}, {"alone": ""}).verdict == UNDECIDED
 
     def test_table_has_a_row_for_each_server(self) -> None:
         """Each column of an effect has the number of differing prompts."""
-        table = make_table(compared({}, {"batch": WRONG}))
+        table = make_table(judge_servers({}, {"batch": WRONG}))
         assert [column.header for column in table.columns] == [
             "setting",
             "repeated",
@@ -720,7 +720,9 @@ def test_planted_faults_are_found_without_false_positives(pair: str, engines: st
     contexts = "4096" if pair == "long prompts" else "512"
     found = run_verify(engines, PAIRS[pair], "--context", contexts, "--new-tokens", "16")
     right = {1: CONSISTENT, 2: AGREE}[len(PAIRS[pair])]
-    assert (found["verdict"], found["exit_code"]) == ((right, 0) if pair in RIGHT else (DIFFER, 1)), found["text"]
+    assert (found["verdict"], found["exit_code"]) == ((right, 0) if pair in CORRECT_PAIRS else (DIFFER, 1)), found[
+        "text"
+    ]
 
 
 def test_warm_prefix_cache_changes_no_verdict(engines: str) -> None:
@@ -732,7 +734,7 @@ def test_warm_prefix_cache_changes_no_verdict(engines: str) -> None:
 
 def test_fault_table_fails_on_a_wrong_verdict() -> None:
     """One AGREE for a fault, or one DIFFER for a correct pair, fails the table."""
-    lines = [{"pair": name, "verdict": "AGREE" if name in RIGHT else "DIFFER"} for name in PAIRS] * 50
+    lines = [{"pair": name, "verdict": "AGREE" if name in CORRECT_PAIRS else "DIFFER"} for name in PAIRS] * 50
     assert format_verdicts(lines)[1]
     assert format_verdicts([*lines, *[{"pair": "batch", "verdict": "UNDECIDED"}] * 2])[1]
     assert not format_verdicts([*lines, *[{"pair": "batch", "verdict": "UNDECIDED"}] * 3])[1]

@@ -12,14 +12,16 @@ from dcpbench.servers.events import Fault, StreamError
 from dcpbench.servers.token_counts import SPARE_CHUNKS, Counting
 
 
-def event(text: str, *, usage: int | None = None, ids: list[int] | None = None, end: bool = False) -> dict[str, object]:
+def make_event(
+    text: str, *, usage: int | None = None, ids: list[int] | None = None, end: bool = False
+) -> dict[str, object]:
     """Return one event of a completion."""
     choice = {"index": 0, "text": text, "finish_reason": "length" if end else None}
     body: dict[str, object] = {"choices": [choice | ({"token_ids": ids} if ids is not None else {})]}
     return body if usage is None else body | {"usage": {"completion_tokens": usage, "prompt_tokens": 3}}
 
 
-def streamed(*events: dict[str, object], requested: int = 4) -> StreamReply:
+def read_stream(*events: dict[str, object], requested: int = 4) -> StreamReply:
     """Return the answer to a stream of these events, one per second."""
     answer = StreamReply(requested)
     answer.receive_head(200, {b"content-type": b"text/event-stream"})
@@ -36,33 +38,37 @@ LAST = {"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens": 3}}
 @pytest.mark.parametrize(("chunks", "ends"), [(2 * 4 + SPARE_CHUNKS, True), (2 * 4 + SPARE_CHUNKS + 1, False)])
 def test_number_of_chunks_is_limited_by_requested_tokens(chunks: int, ends: bool) -> None:
     """For four requested tokens the limit is twice as many chunks plus a constant."""
-    events = [event("a", ids=[1]) for _ in range(chunks)]
+    events = [make_event("a", ids=[1]) for _ in range(chunks)]
     if ends:
-        assert len(streamed(*events, event("", end=True)).chunk_s) == chunks
+        assert len(read_stream(*events, make_event("", end=True)).chunk_s) == chunks
     else:
         with pytest.raises(StreamError, match="more than 1,008 chunks or token ids for 4 tokens") as error:
-            streamed(*events)
+            read_stream(*events)
         assert error.value.bad.fault == Fault.TOO_MANY_TOKENS
 
 
 @pytest.mark.parametrize(
     ("events", "counts", "by"),
     [
-        ([event("a"), event("b"), event("c"), event("d", end=True), LAST], [1, 1, 1, 1], BY_USAGE),
+        ([make_event("a"), make_event("b"), make_event("c"), make_event("d", end=True), LAST], [1, 1, 1, 1], BY_USAGE),
         # `transformers serve` sends usage in the last chunk, which has no text
-        ([event("a"), event("b"), event("c"), event("d"), event("", usage=4, end=True)], [1, 1, 1, 1], BY_USAGE),
-        ([event("a"), event("b c d", usage=4, end=True)], [2, 2], BY_USAGE),
-        ([event("a"), event("b c d", end=True), LAST], [2, 2], BY_USAGE),
-        ([event("a"), event("b"), event("c d", end=True), LAST], [1, 1, 2], BY_USAGE),
-        ([event("a", usage=1), event("b c d", usage=4, end=True)], [1, 3], BY_USAGE),
-        ([event("a", ids=[1]), event("b c d", ids=[2, 3, 4], end=True), LAST], [1, 3], BY_IDS),
+        (
+            [make_event("a"), make_event("b"), make_event("c"), make_event("d"), make_event("", usage=4, end=True)],
+            [1, 1, 1, 1],
+            BY_USAGE,
+        ),
+        ([make_event("a"), make_event("b c d", usage=4, end=True)], [2, 2], BY_USAGE),
+        ([make_event("a"), make_event("b c d", end=True), LAST], [2, 2], BY_USAGE),
+        ([make_event("a"), make_event("b"), make_event("c d", end=True), LAST], [1, 1, 2], BY_USAGE),
+        ([make_event("a", usage=1), make_event("b c d", usage=4, end=True)], [1, 3], BY_USAGE),
+        ([make_event("a", ids=[1]), make_event("b c d", ids=[2, 3, 4], end=True), LAST], [1, 3], BY_IDS),
     ],
 )
 def test_tokens_of_chunks_add_up_to_the_server_count(
     events: list[dict[str, object]], counts: list[int], by: str
 ) -> None:
     """The server counts four tokens; they are spread evenly over chunks without counts."""
-    answer = streamed(*events)
+    answer = read_stream(*events)
     assert answer.list_chunk_tokens() == counts
     assert answer.counted_by == by
     assert answer.chunk_s == [float(n) for n in range(len(counts))]
@@ -100,7 +106,7 @@ def test_answer_that_is_not_a_stream_is_read_up_to_a_limit(
 
 def test_first_of_several_choices_is_used() -> None:
     choices = [{"index": i, "text": text, "token_ids": [i], "finish_reason": "length"} for i, text in enumerate("ab")]
-    answer = streamed({"choices": choices})
+    answer = read_stream({"choices": choices})
     assert (answer.tokens, answer.finish_reason) == ([0], "length")
 
 
@@ -115,7 +121,7 @@ def test_tokens_without_counts_are_spread_evenly_over_chunks(
     answer = StreamReply(requested)
     answer.receive_head(200, {})
     for n in range(unknown):
-        answer.receive_body(b"data: " + json.dumps(event("x", end=n + 1 == unknown)).encode() + b"\n\n", float(n))
+        answer.receive_body(b"data: " + json.dumps(make_event("x", end=n + 1 == unknown)).encode() + b"\n\n", float(n))
     if total is not None:
         answer.receive_body(
             b"data: " + json.dumps({"choices": [], "usage": {"completion_tokens": total}}).encode() + b"\n\n", 9.0
@@ -128,7 +134,7 @@ def test_stream_without_done_or_finish_reason_was_cut_off() -> None:
     """A stream that ends properly without any token fails with "no tokens"."""
     answer = StreamReply(4)
     answer.receive_head(200, {b"content-type": b"text/event-stream; charset=utf-8"})
-    answer.receive_body(b"data: " + json.dumps(event("a")).encode() + b"\n\n", 1.0)
+    answer.receive_body(b"data: " + json.dumps(make_event("a")).encode() + b"\n\n", 1.0)
     with pytest.raises(
         RequestError, match=r"^the stream ended after 1 chunk, without a finish_reason or \[DONE\]\.$"
     ) as error:
@@ -142,40 +148,40 @@ def test_stream_without_done_or_finish_reason_was_cut_off() -> None:
     assert error.value.kind == "no tokens"
 
 
-def chunks(
+def read_chunks(
     *usages: int | None, texts: str = "", total: int | None = None, requested: int = 0, **about: object
 ) -> StreamReply:
     """Return the answer to a stream with a usage per chunk, then `total` in an event; "-" is a chunk without text."""
     events = [
-        event("" if texts[i : i + 1] == "-" else "a", usage=usage, end=i + 1 == len(usages))
+        make_event("" if texts[i : i + 1] == "-" else "a", usage=usage, end=i + 1 == len(usages))
         for i, usage in enumerate(usages)
     ]
     last = {"choices": [], "usage": {"completion_tokens": total, "prompt_tokens": 3} | about}
-    return streamed(*events, *([last] if total is not None else []), requested=requested or max(len(usages), 4))
+    return read_stream(*events, *([last] if total is not None else []), requested=requested or max(len(usages), 4))
 
 
 @pytest.mark.parametrize(
     ("answer", "by", "counts"),
     [
-        (chunks(1, 2, 3, 4), Counting.CUMULATIVE, [1, 1, 1, 1]),
-        (chunks(1, 3, 4), Counting.CUMULATIVE, [1, 2, 1]),
-        (chunks(1, 2, 4, texts="a-a"), Counting.CUMULATIVE, [1, 1, 2]),  # the text of a token is incomplete
-        (chunks(1, 2, 3, 4, 4), Counting.CUMULATIVE, [1, 1, 1, 1]),  # the last text was sent late
-        (chunks(4), Counting.CUMULATIVE, [4]),
-        (chunks(0, 0, 0, 4), Counting.TOTAL, [1, 1, 1, 1]),
-        (chunks(0, None, None, None, total=4), Counting.TOTAL, [1, 1, 1, 1]),
-        (chunks(4, 4, 4, 4), Counting.TOTAL, [1, 1, 1, 1]),
-        (chunks(4, 4), Counting.TOTAL, [2, 2]),
-        (chunks(0, 1, 2, 3, total=4), Counting.TOTAL, [1, 1, 1, 1]),  # counts lag behind
-        (chunks(1, 1, 1, 1), Counting.DELTAS, [1, 1, 1, 1]),
-        (chunks(1, 2, 1), Counting.DELTAS, [1, 2, 1]),
-        (chunks(1, 1, 2, total=4), Counting.DELTAS, [1, 1, 2]),
-        (chunks(1, 1, 1, 1, total=8), Counting.TOTAL, [2, 2, 2, 2]),
-        (chunks(*[None] * 7, total=4, requested=4), Counting.TOTAL, [1, 1, 1, 1]),  # chunks of parts of tokens
-        (chunks(*[None] * 7, total=1, requested=4), Counting.TOTAL, [1]),
-        (chunks(*[None] * 7, requested=4), Counting.CHUNKS, [1] * 7),  # the server may ignore max_tokens
-        (chunks(0, 0, 0, 0), Counting.CHUNKS, [1, 1, 1, 1]),
-        (chunks(None, None, None, None), Counting.CHUNKS, [1, 1, 1, 1]),
+        (read_chunks(1, 2, 3, 4), Counting.CUMULATIVE, [1, 1, 1, 1]),
+        (read_chunks(1, 3, 4), Counting.CUMULATIVE, [1, 2, 1]),
+        (read_chunks(1, 2, 4, texts="a-a"), Counting.CUMULATIVE, [1, 1, 2]),  # the text of a token is incomplete
+        (read_chunks(1, 2, 3, 4, 4), Counting.CUMULATIVE, [1, 1, 1, 1]),  # the last text was sent late
+        (read_chunks(4), Counting.CUMULATIVE, [4]),
+        (read_chunks(0, 0, 0, 4), Counting.TOTAL, [1, 1, 1, 1]),
+        (read_chunks(0, None, None, None, total=4), Counting.TOTAL, [1, 1, 1, 1]),
+        (read_chunks(4, 4, 4, 4), Counting.TOTAL, [1, 1, 1, 1]),
+        (read_chunks(4, 4), Counting.TOTAL, [2, 2]),
+        (read_chunks(0, 1, 2, 3, total=4), Counting.TOTAL, [1, 1, 1, 1]),  # counts lag behind
+        (read_chunks(1, 1, 1, 1), Counting.DELTAS, [1, 1, 1, 1]),
+        (read_chunks(1, 2, 1), Counting.DELTAS, [1, 2, 1]),
+        (read_chunks(1, 1, 2, total=4), Counting.DELTAS, [1, 1, 2]),
+        (read_chunks(1, 1, 1, 1, total=8), Counting.TOTAL, [2, 2, 2, 2]),
+        (read_chunks(*[None] * 7, total=4, requested=4), Counting.TOTAL, [1, 1, 1, 1]),  # chunks of parts of tokens
+        (read_chunks(*[None] * 7, total=1, requested=4), Counting.TOTAL, [1]),
+        (read_chunks(*[None] * 7, requested=4), Counting.CHUNKS, [1] * 7),  # the server may ignore max_tokens
+        (read_chunks(0, 0, 0, 0), Counting.CHUNKS, [1, 1, 1, 1]),
+        (read_chunks(None, None, None, None), Counting.CHUNKS, [1, 1, 1, 1]),
     ],
 )
 def test_usage_of_chunks_is_used_if_consistent(answer: StreamReply, by: Counting, counts: list[int]) -> None:
@@ -185,11 +191,11 @@ def test_usage_of_chunks_is_used_if_consistent(answer: StreamReply, by: Counting
 
 def test_parts_of_tokens_keep_the_times_of_the_first_and_the_last_chunk() -> None:
     """A proxy cuts three tokens into six chunks, at 0 to 5 s."""
-    assert chunks(*[None] * 6, total=3, requested=3).chunk_s == [0.0, 2.0, 5.0]
+    assert read_chunks(*[None] * 6, total=3, requested=3).chunk_s == [0.0, 2.0, 5.0]
 
 
 def test_first_chunk_sets_ttft_whatever_its_usage() -> None:
-    for answer in (chunks(0, 0, 0, 4), chunks(0, None, None, None, total=4), chunks(4, 4, 4, 4)):
+    for answer in (read_chunks(0, 0, 0, 4), read_chunks(0, None, None, None, total=4), read_chunks(4, 4, 4, 4)):
         assert answer.chunk_s == [0.0, 1.0, 2.0, 3.0]
 
 
@@ -199,11 +205,11 @@ HIDDEN = {"completion_tokens_details": {"reasoning_tokens": 500}}
 @pytest.mark.parametrize(
     ("answer", "hidden", "counts"),
     [
-        (chunks(None, None, None, None, total=504, **HIDDEN), 500, [1, 1, 1, 1]),
-        (chunks(501, 502, 503, 504, total=504, requested=600, **HIDDEN), 500, [1, 1, 1, 1]),
-        (chunks(*range(1, 505), total=504, **HIDDEN), 0, [1] * 504),
-        (chunks(*[None] * 504, total=504, **HIDDEN), 0, [1] * 504),
-        (chunks(None, None, None, None, total=504, reasoning_tokens=500), 500, [1, 1, 1, 1]),
+        (read_chunks(None, None, None, None, total=504, **HIDDEN), 500, [1, 1, 1, 1]),
+        (read_chunks(501, 502, 503, 504, total=504, requested=600, **HIDDEN), 500, [1, 1, 1, 1]),
+        (read_chunks(*range(1, 505), total=504, **HIDDEN), 0, [1] * 504),
+        (read_chunks(*[None] * 504, total=504, **HIDDEN), 0, [1] * 504),
+        (read_chunks(None, None, None, None, total=504, reasoning_tokens=500), 500, [1, 1, 1, 1]),
     ],
     ids=["total", "cumulative", "sent, cumulative", "sent, total", "SGLang"],
 )
@@ -216,14 +222,14 @@ def test_streamed_reasoning_tokens_are_counted() -> None:
     deltas = [{"reasoning_content": "a"}, {"content": "b"}]
     events = [{"choices": [{"delta": delta, "finish_reason": "stop"}]} for delta in deltas]
     last = {"choices": [], "usage": {"completion_tokens": 4, "completion_tokens_details": {"reasoning_tokens": 2}}}
-    answer = streamed(*events, last)
+    answer = read_stream(*events, last)
     assert (answer.hidden_tokens, answer.list_chunk_tokens()) == (0, [2, 2])
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_answer_aborted_by_the_server_is_a_failed_request(reason: str) -> None:
     with pytest.raises(RequestError, match=f"after 2 chunks with finish_reason {reason}") as error:
-        streamed(event("a"), {"choices": [{"text": "b", "finish_reason": reason}]})
+        read_stream(make_event("a"), {"choices": [{"text": "b", "finish_reason": reason}]})
     assert error.value.kind == "aborted"
 
 
@@ -262,29 +268,29 @@ def test_usage_within_bounds_is_kept(usage: dict[str, object]) -> None:
 def test_token_id_outside_int32_raises_stream_error(ids: list[int]) -> None:
     """Samples store token ids as int32."""
     with pytest.raises(StreamError) as error:
-        streamed(event("a", ids=ids))
+        read_stream(make_event("a", ids=ids))
     assert error.value.bad.fault == Fault.TOKEN_ID
-    assert streamed(event("a", ids=[0, (1 << 31) - 1], end=True)).tokens == [0, (1 << 31) - 1]
+    assert read_stream(make_event("a", ids=[0, (1 << 31) - 1], end=True)).tokens == [0, (1 << 31) - 1]
 
 
 def test_tokens_of_an_invalid_event_are_not_counted() -> None:
     """Rates of a run include the tokens of failed requests, except those of the invalid event."""
     for bad in ([-1] * 500, [1] * 1009):
         answer = StreamReply(4)
-        answer.receive_body(b"data: " + json.dumps(event("a", ids=[1])).encode() + b"\n\n", 0.0)
+        answer.receive_body(b"data: " + json.dumps(make_event("a", ids=[1])).encode() + b"\n\n", 0.0)
         with pytest.raises(StreamError):
-            answer.receive_body(b"data: " + json.dumps(event("a", ids=bad)).encode() + b"\n\n", 1.0)
+            answer.receive_body(b"data: " + json.dumps(make_event("a", ids=bad)).encode() + b"\n\n", 1.0)
         assert (answer.list_chunk_tokens(), answer.tokens) == ([1], [1])
 
 
 def test_size_of_kept_text_is_limited() -> None:
     """The limit is 64 KiB plus 1 KiB for each of 4 tokens; without `keep` no text is stored."""
-    long = event("x" * (1 << 16) + "x" * (4 << 10))
+    long = make_event("x" * (1 << 16) + "x" * (4 << 10))
     answer = StreamReply(4, keep=True)
     data = b"data: " + json.dumps(long).encode() + b"\n\n"
     answer.receive_body(data, 0.0)
     with pytest.raises(StreamError) as error:
-        answer.receive_body(b"data: " + json.dumps(event("x")).encode() + b"\n\n", 0.0)
+        answer.receive_body(b"data: " + json.dumps(make_event("x")).encode() + b"\n\n", 0.0)
     assert error.value.bad.fault == Fault.TOO_MUCH_TEXT
     other = StreamReply(4)
     for _ in range(3):

@@ -410,7 +410,7 @@ def test_warm_up_requests_have_new_tokens_and_at_most_16_output_tokens() -> None
 
 def test_tokens_of_a_load_are_shifted_and_keep_shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ids, also those of generated answers, are shifted by 7 modulo 1,000."""
-    point = serve_record_builder.point(
+    point = serve_record_builder.make_point(
         changed={"requests": 4, "turns": "2", "turn_tokens": "5", "prefix_share": 0.5, "prefix_groups": 1}
     )
     monkeypatch.setattr(measure.secrets, "randbelow", lambda vocab: {1000: 7}[vocab])
@@ -430,8 +430,8 @@ def test_token_ids_of_a_trace_file_are_sent_unchanged(tmp_path: Path, monkeypatc
     counts: list[int] = []
     monkeypatch.setattr(measure, "make_point_requests", lambda *given: counts.append(given[-1]) or ["as it is"])
     settings = Settings(trace_path=str(trace))
-    assert measure._make_requests(serve_record_builder.point(), settings, 1000) == ["as it is"]
-    assert measure._make_requests(serve_record_builder.point(), settings, 5000) == ["as it is"]
+    assert measure._make_requests(serve_record_builder.make_point(), settings, 1000) == ["as it is"]
+    assert measure._make_requests(serve_record_builder.make_point(), settings, 5000) == ["as it is"]
     assert counts == [2001, 5000]
 
 
@@ -468,7 +468,7 @@ def test_read_metrics_parses_prometheus_lines() -> None:
     assert info._sum_values(found, ("z",)) is None
 
 
-SERVED = serve_record_builder.served(serve_record_builder.point())
+SERVED = serve_record_builder.make_served_record(serve_record_builder.make_point())
 
 
 def test_one_server_per_layout_and_one_record_per_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,7 +521,7 @@ def test_one_server_per_layout_and_one_record_per_point(tmp_path: Path, monkeypa
 
     layouts = (record_builder.Layout(2), record_builder.Layout(4), record_builder.Layout(8))
     points = [
-        serve_record_builder.point(layout, n, settings="a=1, b=x=y", weights="unknown")
+        serve_record_builder.make_point(layout, n, settings="a=1, b=x=y", weights="unknown")
         for n in (8, 16)
         for layout in layouts
     ]
@@ -556,7 +556,7 @@ def test_one_server_per_layout_and_one_record_per_point(tmp_path: Path, monkeypa
     ("settings", "flags"), [("", {}), ("a=1", {"a": "1"}), ("a=1, b=x=y", {"a": "1", "b": "x=y"}), ("a", {"a": ""})]
 )
 def test_find_settings_returns_the_varied_flags_of_a_point(settings: str, flags: dict[str, str]) -> None:
-    assert PRESETS["vllm"].find_settings(record_builder.point(settings=settings)) == flags
+    assert PRESETS["vllm"].find_settings(record_builder.make_point(settings=settings)) == flags
 
 
 class Slept(Exception):  # noqa: N818 - no error
@@ -635,7 +635,7 @@ def test_event_loop_lag_is_sampled_per_interval_without_catching_up(
 )
 def test_record_of_a_cpu_server_has_a_warning(tmp_path: Path, device: str, warnings: list[str]) -> None:
     """A record without any request also states the reason and the known facts about the server."""
-    point = serve_record_builder.point()
+    point = serve_record_builder.make_point()
     config = SimpleNamespace(device=device, device_count=4, command="dcpbench server", gpus=None)
     sent = SimpleNamespace(run=None)
     for failed, stopped, reason in [
@@ -680,7 +680,7 @@ def test_run_without_tokens_states_why_it_ended(
     tmp_path: Path, stopped: bool, limit_s: float | None, reason: str
 ) -> None:
     """A signal before the first token is no reason to suggest a longer time limit."""
-    point = serve_record_builder.point()
+    point = serve_record_builder.make_point()
     request = ServeRequest(number=0, prompt=np.zeros(4, np.int32), output_tokens=4, arrival_s=None)
     run = SimpleNamespace(outcomes=[Outcome(Call(0, b"", 4), 1.0)], start_s=1.0, paces=[])
     server = measure.MeasuredServer(

@@ -38,7 +38,7 @@ NOWHERE = Target.from_url("http://127.0.0.1:9")
 ROOT = Path(__file__).parents[2]
 
 
-def calls_to(target: Target, number: int, tokens: int = 5, gap_s: float | None = None) -> list[Call]:
+def make_calls(target: Target, number: int, tokens: int = 5, gap_s: float | None = None) -> list[Call]:
     """Return requests of 20 tokens, one every gap_s."""
     return [
         Call(
@@ -59,28 +59,30 @@ def test_requests_are_divided_evenly(number: int, parts: int, each: list[int]) -
 
 def test_requests_are_divided_in_proportion_to_clients() -> None:
     """5 clients in 2 processes are 3 and 2, which get 6 and 4 of 10 requests."""
-    shares = split_load(NOWHERE, calls_to(NOWHERE, 10), LoadOptions(clients=5), 2)
+    shares = split_load(NOWHERE, make_calls(NOWHERE, 10), LoadOptions(clients=5), 2)
     assert [part.options.clients for part in shares] == [3, 2]
     assert [[call.number for call in part.calls] for part in shares] == [[0, 2, 4, 5, 7, 9], [1, 3, 6, 8]]
 
 
 def test_requests_of_an_open_loop_are_divided_round_robin() -> None:
     """The limit on concurrent requests is divided too."""
-    shares = split_load(NOWHERE, calls_to(NOWHERE, 5, gap_s=0.1), LoadOptions(clients=None, at_once=3), 2)
+    shares = split_load(NOWHERE, make_calls(NOWHERE, 5, gap_s=0.1), LoadOptions(clients=None, at_once=3), 2)
     assert [part.options.at_once for part in shares] == [2, 1]
     assert [[call.number for call in part.calls] for part in shares] == [[0, 2, 4], [1, 3]]
 
 
 @pytest.mark.parametrize(("requests", "clients", "processes", "expected"), [(1, 4, 4, 1), (9, 2, 4, 2), (9, 9, 1, 1)])
 def test_every_process_has_a_request_and_a_client(requests: int, clients: int, processes: int, expected: int) -> None:
-    assert len(split_load(NOWHERE, calls_to(NOWHERE, requests), LoadOptions(clients=clients), processes)) == expected
+    assert len(split_load(NOWHERE, make_calls(NOWHERE, requests), LoadOptions(clients=clients), processes)) == expected
 
 
-async def _sent(script: Script, clients: int | None, gap_s: float | None, limit_s: float | None = None) -> ClientPool:
+async def _send_load(
+    script: Script, clients: int | None, gap_s: float | None, limit_s: float | None = None
+) -> ClientPool:
     async with Running(script, Model()) as server:
         target = Target.from_url(server.url)
         async with open_load(
-            target, calls_to(target, 12, gap_s=gap_s), LoadOptions(clients=clients, limit_s=limit_s), 2
+            target, make_calls(target, 12, gap_s=gap_s), LoadOptions(clients=clients, limit_s=limit_s), 2
         ) as run:
             assert isinstance(run, ClientPool)
             await run.prepare(4)
@@ -91,7 +93,7 @@ async def _sent(script: Script, clients: int | None, gap_s: float | None, limit_
 @pytest.mark.parametrize(("clients", "gap_s"), [(4, None), (None, 0.02)])
 def test_outcomes_of_two_processes_form_one_load(clients: int | None, gap_s: float | None) -> None:
     """All requests have times of one clock after one start; those of an open loop are the scheduled times."""
-    run = asyncio.run(_sent(Script(gap_ms=20), clients, gap_s))
+    run = asyncio.run(_send_load(Script(gap_ms=20), clients, gap_s))
     assert sorted(o.call.number for o in run.outcomes) == list(range(12))
     assert all(o.ended and o.error is None and o.answer is not None and len(o.answer.tokens) == 5 for o in run.outcomes)
     assert len(run.paces) == 2
@@ -105,14 +107,14 @@ def test_outcomes_of_two_processes_form_one_load(clients: int | None, gap_s: flo
 
 
 def test_failures_keep_kind_sentence_and_status() -> None:
-    run = asyncio.run(_sent(Script(fault="500"), 4, None))
+    run = asyncio.run(_send_load(Script(fault="500"), 4, None))
     assert {(o.error.kind, o.error.status) for o in run.outcomes if o.error} == {("HTTP 500", 500)}
     assert len([o for o in run.outcomes if o.error and "Internal Server Error" in o.error.sentence]) == 12
 
 
 def test_time_limit_ends_all_processes() -> None:
     """Unfinished requests are in the outcomes too."""
-    run = asyncio.run(_sent(Script(gap_ms=2000), 4, None, limit_s=0.5))
+    run = asyncio.run(_send_load(Script(gap_ms=2000), 4, None, limit_s=0.5))
     assert len(run.outcomes) == 4
     assert not any(o.ended for o in run.outcomes)
     assert all(o.answer is not None and len(o.answer.chunk_s) == 1 for o in run.outcomes)
@@ -125,7 +127,7 @@ def test_time_limit_ends_an_open_loop_of_one_process() -> None:
         async with Running(Script(gap_ms=2000), Model()) as server:
             target = Target.from_url(server.url)
             async with open_load(
-                target, calls_to(target, 3, gap_s=0.02), LoadOptions(clients=None, limit_s=0.5)
+                target, make_calls(target, 3, gap_s=0.02), LoadOptions(clients=None, limit_s=0.5)
             ) as run:
                 await run.prepare(3)
                 await run.send_load()
@@ -141,7 +143,7 @@ def test_stopped_load_keeps_the_outcomes_of_each_process() -> None:
     async def main() -> ClientPool:
         async with Running(Script(gap_ms=5000), Model()) as server:
             target = Target.from_url(server.url)
-            calls = [*calls_to(target, 1, tokens=1), *calls_to(target, 2, tokens=5)[1:]]
+            calls = [*make_calls(target, 1, tokens=1), *make_calls(target, 2, tokens=5)[1:]]
             async with open_load(target, calls, LoadOptions(clients=2), 2) as run:
                 assert isinstance(run, ClientPool)
                 await run.prepare(2)
@@ -173,11 +175,11 @@ def test_ctrl_c_is_blocked_in_every_process() -> None:
 
 
 @contextlib.asynccontextmanager
-async def waiting_for_second_tokens(processes: int) -> AsyncIterator[tuple[ClientPool, asyncio.Task[None]]]:
+async def start_load(processes: int) -> AsyncIterator[tuple[ClientPool, asyncio.Task[None]]]:
     """Yield a load of one request per process, each of which has its first token, and the task that sends it."""
     async with Running(Script(gap_ms=5000), Model()) as server:
         target = Target.from_url(server.url)
-        calls = calls_to(target, processes)
+        calls = make_calls(target, processes)
         async with open_load(target, calls, LoadOptions(clients=processes), processes) as run:
             assert isinstance(run, ClientPool)
             await run.prepare(processes)
@@ -198,7 +200,7 @@ def test_outcomes_of_other_processes_are_kept_if_one_dies() -> None:
     """The first of three processes is killed while all wait for their second token."""
 
     async def main() -> ClientPool:
-        async with waiting_for_second_tokens(3) as (run, running):
+        async with start_load(3) as (run, running):
             signal_process(run, 0, signal.SIGKILL)
             with pytest.raises(WorkerError, match="ended with exit code -9"):
                 await running
@@ -216,7 +218,7 @@ def test_process_that_does_not_answer_is_named(
     monkeypatch.setattr(sharing, "END_S", 0.5)
 
     async def main() -> ClientPool:
-        async with waiting_for_second_tokens(2) as (run, running):
+        async with start_load(2) as (run, running):
             signal_process(run, 0, signal.SIGSTOP)
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -236,7 +238,7 @@ def test_dead_process_raises_worker_error() -> None:
     async def main() -> None:
         async with Running(Script(gap_ms=500)) as server:
             target = Target.from_url(server.url)
-            async with open_load(target, calls_to(target, 4), LoadOptions(clients=4), 2) as run:
+            async with open_load(target, make_calls(target, 4), LoadOptions(clients=4), 2) as run:
                 assert isinstance(run, ClientPool)
                 await run.prepare(4)
                 asyncio.get_running_loop().call_later(1.0, signal_process, run, 1, signal.SIGKILL)
@@ -268,7 +270,7 @@ def test_invalid_number_of_processes_raises_usage_error(number: str, capsys: pyt
     assert f"--client processes={number} cannot be; write 1 to 64" in capsys.readouterr().err
 
 
-def in_session(leader: int) -> list[int]:
+def find_session_processes(leader: int) -> list[int]:
     """Return the processes of a session."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -299,16 +301,16 @@ def test_no_process_outlives_the_command(number: int, wait_s: float, tmp_path: P
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         ) as ours:
             until = time.monotonic() + 30
-            while len(in_session(ours.pid)) < 3 and time.monotonic() < until:
+            while len(find_session_processes(ours.pid)) < 3 and time.monotonic() < until:
                 time.sleep(0.05)
-            assert len(in_session(ours.pid)) >= 3
+            assert len(find_session_processes(ours.pid)) >= 3
             time.sleep(wait_s)
             os.killpg(ours.pid, number) if number == signal.SIGINT else ours.send_signal(number)
             ours.wait(30)
             until = time.monotonic() + 10
-            while in_session(ours.pid) and time.monotonic() < until:
+            while find_session_processes(ours.pid) and time.monotonic() < until:
                 time.sleep(0.1)
-            assert not in_session(ours.pid)
+            assert not find_session_processes(ours.pid)
     if number == signal.SIGINT:
         (record,) = read_run(tmp_path / "run").records
         assert record.outcome == "failed"
@@ -345,7 +347,7 @@ def test_ctrl_c_in_a_terminal_keeps_outcomes_of_every_process(tmp_path: Path) ->
     assert len(read_samples(tmp_path / "run" / record.serve.samples_file)) == 4
 
 
-def point(**load: object) -> object:
+def make_point(**load: object) -> object:
     """Return a served point of an engine."""
     from dcpbench.points.engine_points import make_engine_load, make_engine_point
 
@@ -373,7 +375,7 @@ def test_number_of_processes_follows_from_expected_chunks(
     """1,000 clients with a chunk every 50 ms get 20,000 chunks/s, and a process handles 8,000; one core stays free."""
     assert CHUNKS_EACH == 8000
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    assert choose_processes(point(clients=clients), [], itl_s) == expected  # type: ignore[arg-type]
+    assert choose_processes(make_point(clients=clients), [], itl_s) == expected  # type: ignore[arg-type]
 
 
 def test_number_of_processes_of_an_open_loop_follows_from_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +383,7 @@ def test_number_of_processes_of_an_open_loop_follows_from_requests(monkeypatch: 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     prompt = np.arange(3, dtype=np.int32)
     due = [ServeRequest(number=n, prompt=prompt, output_tokens=2000, arrival_s=n / 10) for n in range(11)]
-    assert choose_processes(point(arrival="gamma"), due, None) == 3  # type: ignore[arg-type]
+    assert choose_processes(make_point(arrival="gamma"), due, None) == 3  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("order", ["run", "stop before", "stop during"])
@@ -392,7 +394,7 @@ def test_client_process_sends_its_share_and_returns_outcomes(order: str) -> None
         gap_ms = 5000 if order == "stop during" else 1
         async with Running(Script(gap_ms=gap_ms), Model()) as server:
             target = Target.from_url(server.url)
-            (part,) = split_load(target, calls_to(target, 3), LoadOptions(clients=1), 1)
+            (part,) = split_load(target, make_calls(target, 3), LoadOptions(clients=1), 1)
             ours, theirs = multiprocessing.Pipe()
             working = asyncio.create_task(sharing._run_share(theirs, part))
             assert await asyncio.to_thread(ours.recv) == (READY, None)

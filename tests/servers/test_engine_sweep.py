@@ -32,7 +32,7 @@ from dcpbench.servers.step_points import StepPoints, make_case
 from dcpbench.servers.step_probe import ServerLimits
 from tests.servers.step_engine import KERNELS, StepEngine, compute_step_ms
 from tests.unit import record_builder
-from tests.unit.record_builder import point
+from tests.unit.record_builder import make_point
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Point
@@ -250,7 +250,7 @@ def test_dry_run_reads_the_rates(sweep: Sweep, tmp_path: Path) -> None:
     code, _, err = sweep("--dry-run", "--rates", str(tmp_path / "none"))
     assert code == 2
     assert str(tmp_path / "none") in err
-    folder = record_builder.write(tmp_path / "ours", [record_builder.ok(point(Layout(2)))])
+    folder = record_builder.write_records(tmp_path / "ours", [record_builder.make_ok_record(make_point(Layout(2)))])
     code, _, err = sweep("--dry-run", "--rates", str(folder))
     assert code == 2
     assert "no point of this run has measured rates" in err
@@ -336,7 +336,7 @@ def test_limits_are_read_from_the_flags_of_both_engines() -> None:
 
 def test_requests_of_a_step_are_spread_over_replicas() -> None:
     """9 requests run on 2 replicas; vLLM's --max-num-seqs is per replica, SGLang's --max-running-requests for both."""
-    found = make_case(msgspec.structs.replace(point(Layout(2, 2, 1)), concurrency=9, context=4000))
+    found = make_case(msgspec.structs.replace(make_point(Layout(2, 2, 1)), concurrency=9, context=4000))
     assert [(d.requests, d.context) for d in found.decodes] == [(9, 4000)]
     assert read_limits(["--max-num-seqs", "8"], 2).max_requests == 16
     assert read_limits(["--max-running-requests", "8"], 2).max_requests == 8
@@ -372,7 +372,7 @@ FP8_SETTINGS = EngineSettings(dtype="bfloat16", weights_dtype="fp8")
 def make_engine_point(tp: int, dcp: int) -> Point:
     """Return a decode point of vLLM."""
     unknown = {"dtype": "unknown", "page_size": 0, "all_reduce": "unknown", "ep": "unknown", "backend": "vllm"}
-    return msgspec.structs.replace(point(Layout(tp, 1, dcp)), model="deepseek-v3", **unknown)
+    return msgspec.structs.replace(make_point(Layout(tp, 1, dcp)), model="deepseek-v3", **unknown)
 
 
 def test_floor_of_an_engine_equals_that_of_the_own_step() -> None:
@@ -426,8 +426,8 @@ def test_format_of_a_quantiser_is_that_of_the_model() -> None:
 
 def test_rates_of_another_gpu_are_refused(tmp_path: Path) -> None:
     """A run without rates is refused too."""
-    record_builder.write(tmp_path / "ours", [record_builder.ok(point(Layout(2)), rates=PEERS)])
-    record_builder.write(tmp_path / "cpu", [record_builder.on_cpu(point(Layout(2)))])
+    record_builder.write_records(tmp_path / "ours", [record_builder.make_ok_record(make_point(Layout(2)), rates=PEERS)])
+    record_builder.write_records(tmp_path / "cpu", [record_builder.make_cpu_record(make_point(Layout(2)))])
     [record] = read_run(tmp_path / "ours").records
     assert record.environment is not None
     assert read_rates(tmp_path / "ours", record.environment.device) == {2: PEERS}
@@ -439,11 +439,11 @@ def test_rates_of_another_gpu_are_refused(tmp_path: Path) -> None:
 
 def test_report_states_how_steps_of_each_engine_were_measured(tmp_path: Path) -> None:
     """Steps of dcpbench's engine are graph replays; those of another engine are gaps between tokens."""
-    own = record_builder.ok(point(Layout(2)))
-    other = msgspec.structs.replace(record_builder.ok(make_engine_point(2, 1)), origin="engine vllm 0.26.0")
+    own = record_builder.make_ok_record(make_point(Layout(2)))
+    other = msgspec.structs.replace(record_builder.make_ok_record(make_engine_point(2, 1)), origin="engine vllm 0.26.0")
     folders = {name: tmp_path / name for name in ("ours", "theirs")}
-    record_builder.write(folders["ours"], [own])
-    record_builder.write(folders["theirs"], [other])
+    record_builder.write_records(folders["ours"], [own])
+    record_builder.write_records(folders["theirs"], [other])
 
     def describe(*names: str) -> str:
         return " ".join(explain.describe_method(dataframes.load_frames([folders[name] for name in names])))
@@ -459,15 +459,17 @@ def test_report_states_how_steps_of_each_engine_were_measured(tmp_path: Path) ->
 def test_points_that_never_ran_belong_to_their_engine(tmp_path: Path) -> None:
     """The points have no version, and they must not count as points of dcpbench's engine."""
     own = make_engine_point(2, 1)
-    ran = msgspec.structs.replace(record_builder.ok(own), origin="engine vllm 0.26.0")
+    ran = msgspec.structs.replace(record_builder.make_ok_record(own), origin="engine vllm 0.26.0")
     large = msgspec.structs.replace(own, concurrency=4_000)
     longer = msgspec.structs.replace(own, context=900_000)
-    record_builder.write(tmp_path / "run", [ran, record_builder.rejected(large), record_builder.failed(longer)])
+    record_builder.write_records(
+        tmp_path / "run", [ran, record_builder.make_rejected_record(large), record_builder.make_failed_record(longer)]
+    )
     run = read_run(tmp_path / "run")
     assert joined_runs.list_engines([run]) == ["vLLM 0.26.0"]
     assert dataframes.load_frames([tmp_path / "run"]).engines == []
-    record_builder.write(tmp_path / "alone", [record_builder.failed(longer)])
+    record_builder.write_records(tmp_path / "alone", [record_builder.make_failed_record(longer)])
     assert joined_runs.list_engines([read_run(tmp_path / "alone")]) == ["vLLM"]
-    assert joined_runs.list_engines([Run(name="", folder=tmp_path, records=[record_builder.ok(point())])]) == [
-        "dcpbench"
-    ]
+    assert joined_runs.list_engines(
+        [Run(name="", folder=tmp_path, records=[record_builder.make_ok_record(make_point())])]
+    ) == ["dcpbench"]

@@ -72,9 +72,9 @@ from dcpbench.servers.server_comparison import (
 from tests.servers.measured_pairs import judge_rows, read_rows, scale_sizes
 from tools.engine_faults import (
     CASES,
-    RIGHT,
-    RIGHT_FLIPS,
-    RIGHT_FP8,
+    CORRECT,
+    CORRECT_FLIPS,
+    CORRECT_FP8,
     format_table,
     run_case,
     run_verify,
@@ -91,7 +91,7 @@ QUICK_FLIPS = ("cache flips", "long flips")  # cases that `make test` runs of th
 FAULTS = [
     pytest.param(name, marks=[pytest.mark.long] if name.endswith("flips") and name not in QUICK_FLIPS else [])
     for name in CASES
-    if name not in (RIGHT, RIGHT_FP8, RIGHT_FLIPS)
+    if name not in (CORRECT, CORRECT_FP8, CORRECT_FLIPS)
 ]
 TENTH = Limits()
 
@@ -233,7 +233,7 @@ def answer(seed: int, *, wrong: bool = False, shift: float = 0.0, gap: float = 2
     return Answer(tokens=tokens, names=tokens, logprobs=[-0.1 + shift] * 8, tops=tops)
 
 
-def answers(
+def make_answers(
     length: int,
     *,
     wrong=lambda *_: False,
@@ -271,7 +271,7 @@ def judge(lengths=LENGTHS, **faults) -> Judgement:
     """Judge a setting over all lengths against a first one without a fault."""
     own, between, base_counts = [], [], []
     for i, length in enumerate(lengths):
-        base, other = answers(length, first=i * SIZE), answers(length, first=i * SIZE, **faults)
+        base, other = make_answers(length, first=i * SIZE), make_answers(length, first=i * SIZE, **faults)
         base_counts += count_own(base, TENTH)
         own += count_own(other, TENTH)
         between += count_between(base, other, TENTH)
@@ -340,15 +340,17 @@ class TestJudgement:
         assert REPEAT in [finding.effect for finding in found.findings]
 
     def test_agreement_with_a_reference_that_has_no_clean_verdict_is_undecided(self) -> None:
-        own = count_own(answers(17), TENTH)
-        between = count_between(answers(17), answers(17), TENTH)
+        own = count_own(make_answers(17), TENTH)
+        between = count_between(make_answers(17), make_answers(17), TENTH)
         found = judge_counts(own, between, own, limits=TENTH, base_repeats=False)
         assert (found.verdict, found.undecided) == (UNDECIDED, [BASE_DIFFERS])
 
     def test_near_ties_agree(self) -> None:
         """The two tokens are 0.15 apart, within twice the tolerance."""
-        base = [answers(length, gap=0.15) for length in LENGTHS]
-        other = [answers(length, gap=0.15, wrong=lambda number, _batch, _cache: number % 5 == 0) for length in LENGTHS]
+        base = [make_answers(length, gap=0.15) for length in LENGTHS]
+        other = [
+            make_answers(length, gap=0.15, wrong=lambda number, _batch, _cache: number % 5 == 0) for length in LENGTHS
+        ]
         own = [count for one in base for count in count_own(one, TENTH)]
         between = [count for a, b in zip(base, other, strict=True) for count in count_between(a, b, TENTH)]
         found = judge_counts(own, between, own, limits=TENTH)
@@ -369,8 +371,8 @@ class TestJudgement:
         """Rounding is up to 0.5, and typically 0.2; it explains twice as much, 1.0 and 0.4."""
         noise = Noise(prompts=50, values=[0.2, 0.45, 0.5, 0.5])
         limits = Limits(gap_noise=noise) if measured else Limits()
-        base = answers(17, gap=gap)
-        other = answers(17, gap=gap, wrong=lambda number, _batch, _cache: number % every == 0)
+        base = make_answers(17, gap=gap)
+        other = make_answers(17, gap=gap, wrong=lambda number, _batch, _cache: number % every == 0)
         own = count_own(base, limits)
         found = judge_counts(count_own(base, limits), count_between(base, other, limits), own, limits=limits)
         assert (found.verdict, found.undecided) == (verdict, reasons)
@@ -384,7 +386,7 @@ class TestJudgement:
             ]
             return LengthAnswers(length=one.length, groups=groups, scored=[])
 
-        base, other = strip(answers(17)), strip(answers(17, wrong=lambda *_: True))
+        base, other = strip(make_answers(17)), strip(make_answers(17, wrong=lambda *_: True))
         found = judge_counts(count_own(base, TENTH), count_between(base, other, TENTH), [], limits=TENTH)
         assert (found.verdict, found.logprobs) == (UNDECIDED, False)
         assert found.undecided == [UNATTRIBUTED]
@@ -396,13 +398,15 @@ class TestJudgement:
         assert found.findings[0].first is None
 
     def test_single_setting_is_consistent_or_differs_from_itself(self) -> None:
-        own = [count for length in LENGTHS for count in count_own(answers(length), TENTH)]
+        own = [count for length in LENGTHS for count in count_own(make_answers(length), TENTH)]
         assert judge_counts(own, None, [], limits=TENTH).verdict == CONSISTENT
-        bad = [c for n in LENGTHS for c in count_own(answers(n, wrong=lambda _n, _b, cache: cache == AGAIN), TENTH)]
+        bad = [
+            c for n in LENGTHS for c in count_own(make_answers(n, wrong=lambda _n, _b, cache: cache == AGAIN), TENTH)
+        ]
         assert judge_counts(bad, None, [], limits=TENTH).verdict == DIFFER
 
     def test_answers_are_encoded_without_loss(self) -> None:
-        assert decode_answers(msgspec.msgpack.encode(answers(17))) == answers(17)
+        assert decode_answers(msgspec.msgpack.encode(make_answers(17))) == make_answers(17)
 
 
 class TestRounding:
@@ -462,7 +466,7 @@ class TestRounding:
 
     def test_rounding_has_one_size_per_prompt(self) -> None:
         """Batches move log-probabilities of 16 prompts by 0.05; 4 of the prompts are also sent alone."""
-        sizes = measure_length_sizes(answers(17, drift=lambda _number, batch, _cache: 0.05 if batch > 1 else 0.0))
+        sizes = measure_length_sizes(make_answers(17, drift=lambda _number, batch, _cache: 0.05 if batch > 1 else 0.0))
         assert sizes.drifts["batch"] == pytest.approx([0.05] * 4)
         assert sizes.drifts["repeat"] == [0.0] * 28
 
@@ -605,7 +609,7 @@ def test_planted_faults_are_found_with_their_smallest_condition(fault: str, tmp_
 
 @pytest.mark.parametrize("run", range(5))
 def test_correct_engines_with_noise_agree(run: int, tmp_path: Path) -> None:
-    line = run_case(RIGHT, tmp_path, "--seed", str(run), options="--context 1,17 --concurrency 1,2,8")
+    line = run_case(CORRECT, tmp_path, "--seed", str(run), options="--context 1,17 --concurrency 1,2,8")
     assert line["right"], line
 
 
@@ -614,19 +618,19 @@ def test_correct_engines_with_fp8_noise_mostly_agree_and_never_differ(tmp_path: 
     verdicts = []
     for run in range(5):
         (folder := tmp_path / str(run)).mkdir()
-        verdicts.append(run_case(RIGHT_FP8, folder, "--seed", str(run), options=options)["verdict"])
+        verdicts.append(run_case(CORRECT_FP8, folder, "--seed", str(run), options=options)["verdict"])
     assert "DIFFER" not in verdicts
     assert verdicts.count("AGREE") >= 3
 
 
 def test_correct_engines_with_vllm_noise_never_differ(tmp_path: Path) -> None:
     """One run in ten is UNDECIDED because the noise in batches is random."""
-    line = run_case(RIGHT_FLIPS, tmp_path, "--seed", "1")
+    line = run_case(CORRECT_FLIPS, tmp_path, "--seed", "1")
     assert line["right"], line
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("noise", [RIGHT, RIGHT_FP8, RIGHT_FLIPS])
+@pytest.mark.parametrize("noise", [CORRECT, CORRECT_FP8, CORRECT_FLIPS])
 @pytest.mark.parametrize("run", range(50))
 def test_50_runs_of_correct_engines_have_no_false_positive(run: int, noise: str, tmp_path: Path) -> None:
     line = run_case(noise, tmp_path, "--seed", str(1000 + run))

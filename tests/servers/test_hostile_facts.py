@@ -11,7 +11,7 @@ from dcpbench import cli
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import read_records
 from tests.servers.fake_server import FakeServer, Model, Script
-from tests.servers.hostile_server import in_thread
+from tests.servers.hostile_server import run_in_thread
 
 if TYPE_CHECKING:
     import asyncio
@@ -25,12 +25,12 @@ class Odd(FakeServer):
         super().__init__(Script(usage="always", gap_ms=1.0), Model(**model))
         self.usage, self.longest = usage or {}, longest
 
-    def _usage(self, prompt: list[int], done: int) -> dict[str, Any]:
-        return super()._usage(prompt, done) | self.usage
+    def _make_usage(self, prompt: list[int], done: int) -> dict[str, Any]:
+        return super()._make_usage(prompt, done) | self.usage
 
-    async def _other(self, writer: asyncio.StreamWriter, method: str, path: str) -> bool:
+    async def _serve_other_path(self, writer: asyncio.StreamWriter, method: str, path: str) -> bool:
         if path != "/v1/models" or not self.longest:
-            return await super()._other(writer, method, path)
+            return await super()._serve_other_path(writer, method, path)
         body = b'{"data":[{"id":"fake","max_model_len":%s}]}' % self.longest.encode()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         await writer.drain()
@@ -56,8 +56,8 @@ def test_record_of_odd_server_facts_is_readable(name: str, tmp_path: Path, capsy
     """Whatever the outcome of the point is, show, report and records check read its record."""
     run = str(tmp_path / "run")
     words = f"server --device cpu --tp 8 --concurrency 2 --num-requests 4 --input-tokens 20 --output-tokens 4 -o {run}"
-    with in_thread(Odd(**SERVERS[name])) as url:
-        code = called(*words.split(), "--client", "processes=1", "--url", url)
+    with run_in_thread(Odd(**SERVERS[name])) as url:
+        code = run_command(*words.split(), "--client", "processes=1", "--url", url)
     err = capsys.readouterr().err
     assert "Traceback" not in err
     assert "Usage:" not in err
@@ -66,11 +66,11 @@ def test_record_of_odd_server_facts_is_readable(name: str, tmp_path: Path, capsy
     (record,) = read_records(tmp_path / "run")
     assert record.outcome in OUTCOMES
     for command in (["show", run], ["records", "check", run], ["show", run, "--json"]):
-        assert called(*command) == 0
+        assert run_command(*command) == 0
     json.loads(capsys.readouterr().out.partition("\n{")[2].join(["{", ""]))
 
 
-def called(*words: str) -> int:
+def run_command(*words: str) -> int:
     """Return the exit code of a command."""
     with pytest.raises(SystemExit) as end:
         cli.main([*words])

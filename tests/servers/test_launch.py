@@ -66,7 +66,7 @@ def dcpbench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str,
     return int(end.value.code or 0), *capsys.readouterr()
 
 
-def alive(mark: str) -> list[int]:
+def find_alive(mark: str) -> list[int]:
     """Return the processes with a mark in their command line, except this one."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -79,17 +79,17 @@ def alive(mark: str) -> list[int]:
     return found
 
 
-def gone(mark: str, within_s: float = 15.0) -> bool:
+def have_ended(mark: str, within_s: float = 15.0) -> bool:
     """Return whether all such processes end in time."""
     until = time.monotonic() + within_s
     while time.monotonic() < until:
-        if not alive(mark):
+        if not find_alive(mark):
             return True
         time.sleep(0.1)
     return False
 
 
-def started(mark: str, *more: str) -> list[str]:
+def start_command(mark: str, *more: str) -> list[str]:
     """Start a command that measures servers with a mark in their command line and two child processes each."""
     command = f"{FAKE} --children 2 --gap-ms 50 --version {mark}"
     words = ["server", "--serve-cmd", command, "--model", "m", "--tp", "1,2", "--concurrency", "2", *LOAD, *more]
@@ -127,7 +127,7 @@ def test_refused_layout_is_recorded_with_its_reason_and_others_run(
     assert server
     assert "-tp 2" in server.facts["command"]
     assert records["tp2", 1].origin == "engine vllm 0.32.0"
-    assert not alive(str(run))
+    assert not find_alive(str(run))
     before = (run / "records.jsonl").read_bytes()
     code, _, err = dcpbench(capsys, *words, "--resume")
     after = (run / "records.jsonl").read_bytes()
@@ -243,14 +243,14 @@ def test_dead_server_fails_its_loads_and_the_next_server_runs(
 def test_no_process_is_left_however_the_command_ends(number: int, seed: int, tmp_path: Path) -> None:
     """The signal arrives while a server starts, serves or ends, and its child processes end too."""
     mark = f"mark-{number}-{seed}-{os.getpid()}"
-    command = started(mark, "-o", str(tmp_path / "run"))
+    command = start_command(mark, "-o", str(tmp_path / "run"))
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     ) as ours:
         time.sleep(random.Random(seed * 100 + number).uniform(0.3, 3.5))
         ours.send_signal(number)
         ours.wait(20)
-    assert gone(mark)
+    assert have_ended(mark)
 
 
 def test_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,8 +263,8 @@ def test_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pyte
     )
     with Server(words.split(), tmp_path / "log", {}, port, "/health") as server:
         server.wait_until_ready(20)
-        assert len(alive(mark)) >= 2
-    assert gone(mark, 5)
+        assert len(find_alive(mark)) >= 2
+    assert have_ended(mark, 5)
 
 
 def test_server_that_is_never_ready_raises_worker_error(tmp_path: Path) -> None:

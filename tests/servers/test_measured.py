@@ -172,8 +172,8 @@ def test_duration_of_a_load_is_measured_from_its_start() -> None:
 def test_progress_events_have_the_summary_or_the_failure_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = serve_record_builder.run()[0]
-    bad = record_builder.failed(good.point)
+    good = serve_record_builder.make_run()[0]
+    bad = record_builder.make_failed_record(good.point)
     records = iter([(good, None), (bad, None), (bad, KeyboardInterrupt())])
     monkeypatch.setattr(measure, "measure_point", lambda *_: next(records))
     seen: list[Progress] = []
@@ -231,7 +231,7 @@ def fetch_fake_info(answers: dict[str, object]) -> info.ServerInfo:
     return asyncio.run(info.fetch_info(FakeClient()))  # type: ignore[arg-type]
 
 
-def capacity(found: info.ServerInfo) -> int | None:
+def get_capacity(found: info.ServerInfo) -> int | None:
     """Return its KV capacity without data or context parallelism."""
     return found.with_kv_capacity(dp=0, dcp=1).kv_capacity_tokens
 
@@ -256,7 +256,7 @@ def test_engine_version_and_kv_capacity_are_detected() -> None:
         for n in (0, 1)
     )
     vllm = fetch_fake_info({"/v1/models": CARDS, "/version": {"version": "0.32.0"}, "/metrics": metrics})
-    assert (vllm.engine, vllm.version, capacity(vllm)) == ("vllm", "0.32.0", 3200)
+    assert (vllm.engine, vllm.version, get_capacity(vllm)) == ("vllm", "0.32.0", 3200)
     assert vllm.facts == {"cache_dtype": "fp8", "block_size": "16"}
     assert vllm.find_model(None) == info.Card("v3", 4096, "/models/v3")
     (path,) = info.SGLANG_INFO[:1]
@@ -264,15 +264,15 @@ def test_engine_version_and_kv_capacity_are_detected() -> None:
     sglang = fetch_fake_info(
         {"/v1/models": CARDS, path: {"version": "0.5", "internal_states": states, "model_path": "/v3"}}
     )
-    assert (sglang.engine, sglang.version, capacity(sglang)) == ("sglang", "0.5", 5000)
+    assert (sglang.engine, sglang.version, get_capacity(sglang)) == ("sglang", "0.5", 5000)
     own = fetch_fake_info({"/v1/models": CARDS, path: {"max_total_num_tokens": 7000, "internal_states": states}})
-    assert (capacity(own), own.version) == (5000, "")
+    assert (get_capacity(own), own.version) == (5000, "")
     odd = fetch_fake_info(
         {"/v1/models": CARDS, path: {"max_total_num_tokens": True, "internal_states": []}, "/version": {"version": 5}}
     )
-    assert (odd.engine, capacity(odd)) == ("sglang", None)
+    assert (odd.engine, get_capacity(odd)) == ("sglang", None)
     plain = fetch_fake_info({"/v1/models": CARDS, "/version": "[1", "/metrics": RequestError("closed", "gone")})
-    assert (plain.engine, plain.version, capacity(plain), plain.facts) == ("openai", "", None, {})
+    assert (plain.engine, plain.version, get_capacity(plain), plain.facts) == ("openai", "", None, {})
 
 
 @pytest.mark.parametrize(

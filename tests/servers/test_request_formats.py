@@ -45,24 +45,28 @@ class Case:
     option: str = "{path}"
 
 
-def lines(*rows: dict[str, Any]) -> str:
+def to_json_lines(*rows: dict[str, Any]) -> str:
     return "\n".join(map(json.dumps, rows)) + "\n"
 
 
-def mooncake(timestamp: float, tokens: int, hashes: list[int], output: int = 2) -> dict[str, Any]:
+def make_mooncake_row(timestamp: float, tokens: int, hashes: list[int], output: int = 2) -> dict[str, Any]:
     return {"timestamp": timestamp, "input_length": tokens, "output_length": output, "hash_ids": hashes}
 
 
-def qwen(chat: int, parent: int, timestamp: float, tokens: int, hashes: list[int]) -> dict[str, Any]:
+def make_qwen_row(chat: int, parent: int, timestamp: float, tokens: int, hashes: list[int]) -> dict[str, Any]:
     turn = 1 if parent < 0 else 2
     more = {"chat_id": chat, "parent_chat_id": parent, "type": "text", "turn": turn}
-    return more | mooncake(timestamp, tokens, hashes)
+    return more | make_mooncake_row(timestamp, tokens, hashes)
 
 
 FULL = list(range(116))  # common blocks of 512 tokens of two 64k prompts: 59,392 of 65,536 tokens are 90.6 %
 CASES = {
     "mooncake": Case(
-        lines(mooncake(27_482, 1_100, [1, 2, 3]), mooncake(27_582, 1_300, [1, 2, 4]), mooncake(27_732, 600, [1, 9])),
+        to_json_lines(
+            make_mooncake_row(27_482, 1_100, [1, 2, 3]),
+            make_mooncake_row(27_582, 1_300, [1, 2, 4]),
+            make_mooncake_row(27_732, 600, [1, 9]),
+        ),
         [0.0, 0.1, 0.25],
         [1_100, 1_300, 600],
         [2, 2, 2],
@@ -71,7 +75,9 @@ CASES = {
         "format=mooncake,time-unit=ms,block-size=512",
     ),
     "mooncake of 64 k, nine tenths shared": Case(
-        lines(*(mooncake(100 * i, 65_536, [*FULL, *(1_000 * (i + 1) + j for j in range(12))]) for i in range(2))),
+        to_json_lines(
+            *(make_mooncake_row(100 * i, 65_536, [*FULL, *(1_000 * (i + 1) + j for j in range(12))]) for i in range(2))
+        ),
         [0.0, 0.1],
         [65_536, 65_536],
         [2, 2],
@@ -80,7 +86,7 @@ CASES = {
         "format=mooncake,time-unit=ms,block-size=512",
     ),
     "mooncake in s, with blocks of 64": Case(
-        lines(mooncake(0, 130, [1, 2, 3]), mooncake(0.2, 128, [1, 5])),
+        to_json_lines(make_mooncake_row(0, 130, [1, 2, 3]), make_mooncake_row(0.2, 128, [1, 5])),
         [0.0, 0.2],
         [130, 128],
         [2, 2],
@@ -90,7 +96,7 @@ CASES = {
         "{path},time-unit=s,block-size=64",
     ),
     "qwen": Case(
-        lines(qwen(1, -1, 61.114, 40, [7, 8, 9]), qwen(2, 1, 61.314, 60, [7, 8, 10, 11])),
+        to_json_lines(make_qwen_row(1, -1, 61.114, 40, [7, 8, 9]), make_qwen_row(2, 1, 61.314, 60, [7, 8, 10, 11])),
         [0.0, 0.2],
         [40, 60],
         [2, 2],
@@ -139,7 +145,7 @@ CASES = {
         "{path},columns=arrival:when/input_tokens:in/output_tokens:out,time-unit=us",
     ),
 }
-SESSIONS = lines(
+SESSIONS = to_json_lines(
     {"session_id": "a", "timestamp": 1_000, "input_length": 40, "output_length": 3},
     {"session_id": "b", "timestamp": 1_050, "input_length": 30, "output_length": 2},
     {"session_id": "a", "delay": 120, "input_length": 10, "output_length": 4},
@@ -214,7 +220,7 @@ def test_replay_serves_the_same_requests_at_the_same_times(name: str, tmp_path: 
     assert [r.output_tokens for r in requests] == case.answers
     prompts = [r.prompt.tolist() for r in requests]
     assert [count_common(a, b) for a, b in itertools.pairwise(prompts)] == case.shared
-    scheduler = Scheduler(virtual_serving.config(pages=20_000, chunk=8192, max_requests=4))
+    scheduler = Scheduler(virtual_serving.make_config(pages=20_000, chunk=8192, max_requests=4))
     samples = replay_requests(requests, scheduler, None, Fixed(1.0)).traffic.samples
     assert [s.submitted_s for s in samples] == pytest.approx(case.arrivals, abs=1e-9)
     assert all(s.is_finished for s in samples)
@@ -243,7 +249,7 @@ class TestSessions:
         spec = read(tmp_path, SESSIONS, mode="replay")
         load = get_load(spec)
         requests = make_requests(load, 10_000, tmp_path / "requests.data")
-        scheduler = Scheduler(virtual_serving.config(pages=2_000, max_requests=4))
+        scheduler = Scheduler(virtual_serving.make_config(pages=2_000, max_requests=4))
         traffic = replay_requests(requests, scheduler, None, Fixed(1.0)).traffic
         found = {number: sample.submitted_s for number, sample in traffic.sample_of.items()}
         ends = {number: sample.token_s[-1] for number, sample in traffic.sample_of.items()}

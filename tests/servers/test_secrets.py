@@ -18,7 +18,7 @@ from dcpbench import cli
 from dcpbench.records.file import read_records
 from dcpbench.serving.samples import read_samples
 from tests.servers.fake_server import FakeServer, Model, Script
-from tests.servers.hostile_server import in_thread
+from tests.servers.hostile_server import run_in_thread
 
 if TYPE_CHECKING:
     import asyncio
@@ -40,7 +40,7 @@ class Echo(FakeServer):
         super().__init__(Script(gap_ms=1.0), Model(engine="sglang" if mode == "facts of SGLang" else "vllm"))
         self.mode = mode
 
-    async def _other(self, writer: asyncio.StreamWriter, method: str, path: str) -> bool:
+    async def _serve_other_path(self, writer: asyncio.StreamWriter, method: str, path: str) -> bool:
         if path == "/v1/models" and self.mode == "models":
             return await _answer(writer, 401, f'{{"error": {{"message": "{LONG}wrong key {KEY}"}}}}')
         if path == "/v1/models" and self.mode == "name of the model":
@@ -55,7 +55,7 @@ class Echo(FakeServer):
             return await _answer(writer, 200, f"vllm:cache_config_info{{{label}}} 1.0\n", "text/plain")
         if path.endswith("_profile") and self.mode == "profiler":
             return await _answer(writer, 500, f"no profile for {KEY}", "text/plain")
-        return await super()._other(writer, method, path)
+        return await super()._serve_other_path(writer, method, path)
 
     async def _complete(self, writer: asyncio.StreamWriter, path: str, headers: dict[str, str], body: bytes) -> bool:
         tried = b'"max_tokens":2,' in body and self.mode.startswith("later ")
@@ -170,7 +170,7 @@ def seen(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Seen:
 @pytest.mark.sample(4)
 def test_key_echoed_by_a_measured_server_is_redacted(mode: str, seen: Seen) -> None:
     """The server echoes it before the load, in answers to all requests, or to all except trial requests."""
-    with in_thread(Echo(mode)) as url:
+    with run_in_thread(Echo(mode)) as url:
         seen.run("server", "--url", url, *LOAD, *ONE, "-o", "run")
     if Path("run/records.jsonl").exists():
         for command in (["show", "run"], ["show", "run", "--json"], ["records", "check", "run"]):
@@ -180,7 +180,7 @@ def test_key_echoed_by_a_measured_server_is_redacted(mode: str, seen: Seen) -> N
 
 @pytest.mark.parametrize("mode", ["later 401", "later no JSON in the stream"])
 def test_client_processes_redact_before_they_truncate(mode: str, seen: Seen) -> None:
-    with in_thread(Echo(mode)) as url:
+    with run_in_thread(Echo(mode)) as url:
         assert seen.run("server", "--url", url, *LOAD, "--client", "processes=2", "-o", "run") == 4
     (record,) = read_records(Path("run"))
     assert "(API key)" in str(record.server) + str(record.reason)
@@ -191,7 +191,7 @@ def test_client_processes_redact_before_they_truncate(mode: str, seen: Seen) -> 
     "mode", ["models", "401", "redirect", "error in the stream", "no JSON in the stream", "its text"]
 )
 def test_key_echoed_by_compared_servers_is_redacted(mode: str, seen: Seen) -> None:
-    with in_thread(Echo(mode)) as url:
+    with run_in_thread(Echo(mode)) as url:
         seen.run("verify", "--url", url, "--url", url, "--context", "16", "-o", "answers")
         seen.run("verify", "--url", url, "--context", "16", "--json")
     seen.check()
@@ -200,7 +200,7 @@ def test_key_echoed_by_compared_servers_is_redacted(mode: str, seen: Seen) -> No
 @pytest.mark.parametrize("mode", ["models", "401", "profiler"])
 def test_key_echoed_by_a_profiled_server_is_redacted(mode: str, seen: Seen) -> None:
     Path("traces").mkdir()
-    with in_thread(Echo(mode)) as url:
+    with run_in_thread(Echo(mode)) as url:
         seen.run("syncs", "serve", "--url", url, "--traces", "traces", "--wait", "1")
         seen.run("server", "--url", url, *LOAD, *ONE, "--traces", "traces", "-o", "run")
     seen.check()

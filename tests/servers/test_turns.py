@@ -27,7 +27,7 @@ LOAD = Load(requests=9, input_tokens="uniform:10-30", output_tokens="uniform:3-8
 GAP_S = 0.01
 
 
-def sent(
+def run_load(
     endpoint: str,
     clients: int | None = 2,
     think_s: float = 0.0,
@@ -58,7 +58,7 @@ def sent(
     return asyncio.run(main())
 
 
-def by_session(run: Run) -> dict[int, list[int]]:
+def group_by_session(run: Run) -> dict[int, list[int]]:
     """Return the positions of a run's outcomes by session."""
     found: dict[int, list[int]] = {}
     for place, outcome in enumerate(run.outcomes):
@@ -69,7 +69,7 @@ def by_session(run: Run) -> dict[int, list[int]]:
 @pytest.mark.parametrize("token_ids", [True, False])
 def test_prompt_of_ids_starts_with_all_previous_turns(token_ids: bool) -> None:
     """Answers are the server's if it returns their ids, or else generated ones of the same length."""
-    server, run = sent("completions", 1, script=Script(token_ids=token_ids))
+    server, run = run_load("completions", 1, script=Script(token_ids=token_ids))
     assert (len(run.outcomes), run.requests) == (9, 9)
     prompts = {o.call.number: s.body["prompt"] for o, s in zip(run.outcomes, server.sent, strict=True)}
     requests = make_requests(LOAD, server.model.vocab)
@@ -84,7 +84,7 @@ def test_prompt_of_ids_starts_with_all_previous_turns(token_ids: bool) -> None:
 
 
 def test_chat_has_the_answers_of_the_server_as_messages() -> None:
-    server, run = sent("chat")
+    server, run = run_load("chat")
     last = max(server.sent, key=lambda s: len(s.body["messages"])).body["messages"]
     assert [m["role"] for m in last] == ["user", "assistant", "user", "assistant", "user"]
     texts = {"".join(o.answer.texts) for o in run.outcomes}
@@ -93,7 +93,7 @@ def test_chat_has_the_answers_of_the_server_as_messages() -> None:
 
 
 def test_text_prompt_continues_the_previous_text() -> None:
-    server, _ = sent("completions", script=Script(takes_ids=False, gap_ms=1.0))
+    server, _ = run_load("completions", script=Script(takes_ids=False, gap_ms=1.0))
     prompts = sorted((s.body["prompt"] for s in server.sent), key=len)
     assert all(isinstance(p, str) for p in prompts)
     assert sum(any(other != p and other.startswith(p) for other in prompts) for p in prompts) == 6
@@ -101,8 +101,8 @@ def test_text_prompt_continues_the_previous_text() -> None:
 
 @pytest.mark.parametrize("clients", [2, None])
 def test_turn_is_sent_after_the_think_time(clients: int | None) -> None:
-    _, run = sent("completions", clients, think_s=0.05)
-    for places in by_session(run).values():
+    _, run = run_load("completions", clients, think_s=0.05)
+    for places in group_by_session(run).values():
         for a, b in itertools.pairwise(run.outcomes[place] for place in places):
             pause = b.submitted_s - a.answer.chunk_s[-1]
             assert 0.05 <= pause < 1.0
@@ -118,7 +118,7 @@ AGENTS = msgspec.structs.replace(LOAD, requests=18, subagents=3)
 def test_sub_agents_are_sent_at_the_same_time(endpoint: str, clients: int | None) -> None:
     """Sub-agents follow the answer of their turn and run concurrently; the next turn follows their last answer."""
     load = AGENTS if clients else msgspec.structs.replace(AGENTS, arrival="gamma", request_rate=50.0)
-    _, run = sent(endpoint, clients, 0.02, Script(gap_ms=20.0), load=load)
+    _, run = run_load(endpoint, clients, 0.02, Script(gap_ms=20.0), load=load)
     outcomes = {outcome.call.number: outcome for outcome in run.outcomes}
     assert len(outcomes) == run.requests == 18
     for turn in (0, 4, 9, 13):
@@ -131,7 +131,7 @@ def test_sub_agents_are_sent_at_the_same_time(endpoint: str, clients: int | None
 
 def test_sub_agents_share_the_prompt_and_the_answer_of_their_turn() -> None:
     """The server reads the same tokens, with its own answer, followed by 5 tokens of each sub-agent."""
-    server, run = sent("completions", 1, load=AGENTS)
+    server, run = run_load("completions", 1, load=AGENTS)
     answers = {o.call.number: o.answer.tokens for o in run.outcomes}
     prompt_by_number = {n: s.body["prompt"] for n, s in zip(_match_numbers(server, run), server.sent, strict=True)}
     for turn in (0, 4, 9, 13):
@@ -155,7 +155,7 @@ def test_session_ends_with_failed_sub_agents() -> None:
     No third turn is sent.
     """
     load = msgspec.structs.replace(AGENTS, input_tokens="20", output_tokens="4")
-    server, run = sent("completions", 1, model=Model(max_model_len=38), load=load)
+    server, run = run_load("completions", 1, model=Model(max_model_len=38), load=load)
     assert sorted(o.call.number for o in run.outcomes) == [*range(8), *range(9, 17)]
     assert {o.call.number for o in run.outcomes if o.error is not None} == {5, 6, 7, 14, 15, 16}
     assert len(server.sent) == len(run.outcomes)
@@ -163,10 +163,10 @@ def test_session_ends_with_failed_sub_agents() -> None:
 
 def test_session_ends_with_a_failed_turn() -> None:
     """Every turn except the first is too long for the server."""
-    server, run = sent("completions", model=Model(max_model_len=38))
+    server, run = run_load("completions", model=Model(max_model_len=38))
     failed = [o for o in run.outcomes if o.error is not None]
     assert failed
-    for places in by_session(run).values():
+    for places in group_by_session(run).values():
         errors = [run.outcomes[place].error is not None for place in places]
         assert not any(errors[:-1])
     assert len(server.sent) == len(run.outcomes) < 9

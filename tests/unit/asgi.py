@@ -33,7 +33,7 @@ class Answer:
 
 
 class Client:
-    """A client on the machine of the server."""
+    """Send requests from the machine of the server."""
 
     def __init__(self, app: Any, host: str) -> None:
         self._app = app

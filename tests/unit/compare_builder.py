@@ -1,4 +1,4 @@
-"""Synthetic launches with the noise of real ones. None of these numbers was measured."""
+"""Build synthetic launches with the noise of real ones. None of these numbers was measured."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_step_times(
 @functools.cache
 def get_ok_record(load: int) -> Record:
     """Return a record with this many requests at a time, in which metrics are to be replaced."""
-    return build.ok(build.point(Layout(4), concurrency=load), steps=20)
+    return build.make_ok_record(build.make_point(Layout(4), concurrency=load), steps=20)
 
 
 def make_launch(rng: np.random.Generator, model: str, cv: float = 0.01, faster: float = 1.0) -> list[Record]:
@@ -76,7 +76,7 @@ def write_launches(folder: Path, count: int, **how: object) -> Path:
     """Write `count` launches into a folder, with the options `seed`, `model`, `cv` and `faster` of `make_launch`."""
     rng = np.random.default_rng(how.pop("seed", 0))  # type: ignore[arg-type]
     for n in range(1, count + 1):
-        build.write(
+        build.write_records(
             folder / f"round-{n}",
             make_launch(rng, str(how.get("model", "normal")), **{k: v for k, v in how.items() if k != "model"}),
         )  # type: ignore[arg-type]
@@ -90,15 +90,19 @@ def make_emulated(**ends: float) -> Emulated:
 
 def make_forecast(median_ms: float, uncertainty: tuple[float, float]) -> Record:
     """Return a forecast of decode steps, which may be shorter and longer by these shares."""
-    point = build.point(Layout(4), emulate="H200")
+    point = build.make_point(Layout(4), emulate="H200")
     metrics = compute_decode_metrics([median_ms] * 200, point.concurrency, point.tp, uncertainty)
-    return msgspec.structs.replace(build.ok(point), metrics=metrics, warnings=["emulated"], emulated=make_emulated())
+    return msgspec.structs.replace(
+        build.make_ok_record(point), metrics=metrics, warnings=["emulated"], emulated=make_emulated()
+    )
 
 
 def compare_records(tmp_path: Path, a: list[Record], b: list[Record], **options: Any) -> Comparison:
     """Compare one launch with one."""
     return judge_sides(
-        read_side([build.write(tmp_path / "a", a)]), read_side([build.write(tmp_path / "b", b)]), Options(**options)
+        read_side([build.write_records(tmp_path / "a", a)]),
+        read_side([build.write_records(tmp_path / "b", b)]),
+        Options(**options),
     )
 
 

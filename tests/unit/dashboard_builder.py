@@ -1,4 +1,4 @@
-"""Synthetic histories for tests of the dashboard. None of these numbers was measured."""
+"""Build synthetic histories for tests of the dashboard. None of these numbers was measured."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ LAYOUTS = (Layout(4), Layout(4, 1, 2), Layout(4, 1, 4), Layout(4, 4))
 BEGAN = datetime(2026, 1, 5, 6, tzinfo=UTC)
 
 
-def environment(run: int, **changes: Any) -> Environment:
+def make_environment(run: int, **changes: Any) -> Environment:
     """Return an environment of four H200s at the run-th commit."""
     return msgspec.structs.replace(record_builder.GPU, **({"git_commit": f"{run:07d}abcdef"} | changes))
 
 
-def record(point: Point, run: int, faster: float = 1.0, steps: int = 12, **changes: Any) -> Record:
+def make_record(point: Point, run: int, faster: float = 1.0, steps: int = 12, **changes: Any) -> Record:
     """Return a finished record of the run-th day, `faster` times as fast as the plain one."""
-    plain = record_builder.step_ms(point.layout, point.context, point.concurrency)
+    plain = record_builder.compute_step_ms(point.layout, point.context, point.concurrency)
     at = (BEGAN + timedelta(days=run)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    fields: dict[str, Any] = {"environment": environment(run), "started_at": at}
-    return record_builder.ok(point, median_ms=plain / faster, steps=steps, **(fields | changes))
+    fields: dict[str, Any] = {"environment": make_environment(run), "started_at": at}
+    return record_builder.make_ok_record(point, median_ms=plain / faster, steps=steps, **(fields | changes))
 
 
-def points(count: int) -> list[Point]:
+def list_points(count: int) -> list[Point]:
     """Return different points of two models: layouts, contexts and loads."""
     found = []
     load = 0
     while len(found) < count:
         load += 1
         found += [
-            record_builder.point(layout, model=model, context=context, concurrency=load)
+            record_builder.make_point(layout, model=model, context=context, concurrency=load)
             for model in ("kimi-k2", "deepseek-v3")
             for context in (4000, 32000)
             for layout in LAYOUTS
@@ -49,25 +49,25 @@ def points(count: int) -> list[Point]:
     return found[:count]
 
 
-def history(folder: Path, runs: int = 40, count: int = 8, *, step_at: int | None = 25, cv: float = 0.01) -> Path:
+def write_history(folder: Path, runs: int = 40, count: int = 8, *, step_at: int | None = 25, cv: float = 0.01) -> Path:
     """Write a folder of runs over the same points; the first point is 5 % slower from `step_at` on."""
     rng = random.Random(count)
     for run in range(runs):
         found = []
-        for i, point in enumerate(points(count)):
+        for i, point in enumerate(list_points(count)):
             step = 0.95 if i == 0 and step_at is not None and run >= step_at else 1.0
-            found.append(record(point, run, faster=step * rng.gauss(1, cv)))
-        record_builder.write(folder / f"run-{run:03d}", found)
+            found.append(make_record(point, run, faster=step * rng.gauss(1, cv)))
+        record_builder.write_records(folder / f"run-{run:03d}", found)
     return folder
 
 
 def write_many_runs(folder: Path, runs: int, count: int) -> Path:
     """Write `runs` × `count` records quickly: each run repeats the figures of the first with other dates and noise."""
     rng = random.Random(7)
-    first = [record(point, 0, steps=8) for point in points(count)]
+    first = [make_record(point, 0, steps=8) for point in list_points(count)]
     for run in range(runs):
         at = (BEGAN + timedelta(days=run)).strftime("%Y-%m-%dT%H:%M:%SZ")
-        where = environment(run)
+        where = make_environment(run)
         found = []
         for one in first:
             assert one.metrics is not None
@@ -81,7 +81,7 @@ def write_many_runs(folder: Path, runs: int, count: int) -> Path:
                 step_samples_ms=[],
             )
             found.append(msgspec.structs.replace(one, metrics=scaled, environment=where, started_at=at))
-        record_builder.write(folder / f"run-{run:03d}", found)
+        record_builder.write_records(folder / f"run-{run:03d}", found)
     return folder
 
 

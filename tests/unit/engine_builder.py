@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]
 
 
-def layers(shape: ModelShape, dense: int | None = None, moe: int | None = None) -> memory.Layers:
+def make_layers(shape: ModelShape, dense: int | None = None, moe: int | None = None) -> memory.Layers:
     """Return this many distinct layers to hold, by default all of them."""
     whole = memory.count_all_layers(shape)
     return memory.Layers(whole.dense if dense is None else dense, whole.moe if moe is None else moe)
@@ -47,7 +47,7 @@ def count_bytes(node: object) -> int:
     return sum(t.nbytes for t in {id(t): t for t in collect_tensors(node)}.values())
 
 
-def alone(layout: Layout, rank: int) -> Groups:
+def make_groups(layout: Layout, rank: int) -> Groups:
     """Return this rank's groups without process groups: their collectives do nothing."""
     dp = rank // layout.attn_tp
     return Groups(
@@ -57,7 +57,7 @@ def alone(layout: Layout, rank: int) -> Groups:
     )
 
 
-def engine(
+def make_engine(
     layout: Layout = Layout(1),  # noqa: B008 - frozen
     rank: int = 0,
     *,
@@ -72,9 +72,9 @@ def engine(
     seed: int = 0,
 ) -> DecodeEngine:
     """Return the engine of one rank in fp32 with synthetic weights; it can run steps if the layout has one rank."""
-    weights = load_weights(SyntheticSource(seed, torch.float32, CPU), shape, layout, rank, layers(shape))
+    weights = load_weights(SyntheticSource(seed, torch.float32, CPU), shape, layout, rank, make_layers(shape))
     kv = KvPool(shape.stored_layers, pages, page_size, shape.compute_kv_width(layout.attn_tp), torch.float32, CPU)
-    groups = alone(layout, rank)
+    groups = make_groups(layout, rank)
     model = Model(shape, layout, groups, weights, kv, interleave=interleave, max_context=context, device=CPU)
     return DecodeEngine(
         model,
@@ -100,13 +100,13 @@ class Recorder(SyntheticSource):
         return self.made[name]
 
 
-def tensors(shape: ModelShape) -> dict[str, torch.Tensor]:
+def make_tensors(shape: ModelShape) -> dict[str, torch.Tensor]:
     """Return all tensors of a model by their names in a checkpoint."""
     recorder = Recorder()
-    load_weights(recorder, shape, Layout(1), 0, layers(shape))
+    load_weights(recorder, shape, Layout(1), 0, make_layers(shape))
     return recorder.made
 
 
-def shape_like_tiny(**changes: object) -> ModelShape:
+def make_shape(**changes: object) -> ModelShape:
     """Return the tiny shape with some fields changed."""
     return dataclasses.replace(TINY, **changes)

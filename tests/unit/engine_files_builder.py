@@ -1,4 +1,4 @@
-"""Result files of vLLM and SGLang with their fields, and served points of dcpbench with samples. None was measured."""
+"""Build result files of vLLM and SGLang, and served points of dcpbench with samples. None was measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMES = [(0.0, [0.5, 0.53, 0.561, 0.60]), (0.1, [0.6, 0.65]), (0.2, [0.7])]
 """Times of submission and of tokens of three requests, in s: TTFT 0.5 s each, gaps 30, 31, 39 and 50 ms."""
 
 
-def vllm(**changes: Any) -> dict[str, Any]:
+def make_vllm_result(**changes: Any) -> dict[str, Any]:
     """Return the file of `vllm bench serve --save-result --save-detailed` for the three requests,
     100 tokens in each.
     """
@@ -54,7 +54,7 @@ def vllm(**changes: Any) -> dict[str, Any]:
         "max_output_tokens_per_s": 7.0,
         "max_concurrent_requests": 3,
         "rtfx": 0.0,
-        **details(),
+        **make_details(),
         "latencies": [0.6, 0.55, 0.5],
         "start_times": [1000.0, 1000.1, 1000.2],
         "queue_times": [0.0, 0.0, 0.0],
@@ -73,7 +73,7 @@ def vllm(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def sglang(**changes: Any) -> dict[str, Any]:
+def make_sglang_result(**changes: Any) -> dict[str, Any]:
     """Return the file of `sglang.bench_serving --output-details` for these requests; it has no times of submission."""
     return {
         "tag": None,
@@ -115,11 +115,11 @@ def sglang(**changes: Any) -> dict[str, Any]:
         "p99_itl_ms": 49.7,
         "concurrency": 2.06,
         "accept_length": None,
-        **details(),
+        **make_details(),
     } | changes
 
 
-def sglang_of_2024(rate: float = float("inf"), **changes: Any) -> dict[str, Any]:
+def make_sglang_2024_result(rate: float = float("inf"), **changes: Any) -> dict[str, Any]:
     """Return a line of SGLang's format of December 2024: no server, no model, three medians and no percentile."""
     return {
         "backend": "sglang",
@@ -143,7 +143,7 @@ def sglang_of_2024(rate: float = float("inf"), **changes: Any) -> dict[str, Any]
     } | changes
 
 
-def inferencex(**changes: Any) -> dict[str, Any]:
+def make_inferencex_row(**changes: Any) -> dict[str, Any]:
     """Return a row of InferenceX's `process_result.py`, on one node."""
     return {
         "hw": "h200",
@@ -175,7 +175,7 @@ def inferencex(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def details() -> dict[str, Any]:
+def make_details() -> dict[str, Any]:
     """Return the lists that both formats have."""
     return {
         "input_lens": [100, 100, 100],
@@ -187,19 +187,19 @@ def details() -> dict[str, Any]:
     }
 
 
-def without_details(result: dict[str, Any]) -> dict[str, Any]:
+def remove_details(result: dict[str, Any]) -> dict[str, Any]:
     """Return the same result, saved without details."""
-    return {n: v for n, v in result.items() if n not in (*details(), "latencies", "start_times", "queue_times")}
+    return {n: v for n, v in result.items() if n not in (*make_details(), "latencies", "start_times", "queue_times")}
 
 
-def file(folder: Path, *results: dict[str, Any], name: str = "result.json") -> Path:
+def write_file(folder: Path, *results: dict[str, Any], name: str = "result.json") -> Path:
     """Write a file with a JSON object per line, like Python: Infinity is one word."""
     path = folder / name
     path.write_text("\n".join(json.dumps(result) for result in results))
     return path
 
 
-def sweep(folder: Path, server: dict[str, Any], bench: dict[str, Any], runs: int = 2, **changes: Any) -> Path:
+def write_sweep(folder: Path, server: dict[str, Any], bench: dict[str, Any], runs: int = 2, **changes: Any) -> Path:
     """Write the folder of `vllm bench sweep serve` for one set of parameters: its runs, and a summary of them.
 
     Parameters follow `run_number`, except for those with a field in a result.
@@ -209,21 +209,21 @@ def sweep(folder: Path, server: dict[str, Any], bench: dict[str, Any], runs: int
     inside.mkdir(parents=True)
     results = []
     for number in range(runs):
-        result = without_details(vllm(duration=0.8 + 0.01 * number)) | changes | {"run_number": number}
+        result = remove_details(make_vllm_result(duration=0.8 + 0.01 * number)) | changes | {"run_number": number}
         results.append(result | server | bench)
         (inside / f"run={number}.json").write_text(json.dumps(results[-1], indent=4))
     (inside / "summary.json").write_text(json.dumps(results, indent=4))
     return inside
 
 
-def point(**changes: Any) -> Point:
+def make_point(**changes: Any) -> Point:
     """Return a point of tp4·dcp4 with three clients; requests have 100 tokens in and several lengths out."""
     load = {"requests": 3, "input_tokens": "100", "output_tokens": "uniform:1-4"}
     clients = changes.pop("concurrency", 3)
-    return build.point(Layout(4, 1, 4), clients, load | changes.pop("changed", {}), **({"context": 104} | changes))
+    return build.make_point(Layout(4, 1, 4), clients, load | changes.pop("changed", {}), **({"context": 104} | changes))
 
 
-def measured(
+def make_measured_point(
     folder: Path,
     times: Sequence[tuple[float, Sequence[float]]] = TIMES,
     served_point: Point | None = None,
@@ -231,9 +231,9 @@ def measured(
     **changes: Any,
 ) -> MeasuredPoint:
     """Return a served point with tokens at these times, with its samples next to the record."""
-    served_point = served_point or point()
+    served_point = served_point or make_point()
     samples = [
-        RequestResult(virtual_serving.request(i, inputs, len(token_s)), submitted, list(token_s))
+        RequestResult(virtual_serving.make_request(i, inputs, len(token_s)), submitted, list(token_s))
         for i, (submitted, token_s) in enumerate(times)
     ]
     slo = changes.pop("slo", {})
@@ -245,7 +245,7 @@ def measured(
         steps=StepCounts(),
         samples_file=write_samples(folder, served_point, make_rows(samples)),
     )
-    plain = record_builder.ok(msgspec.structs.replace(served_point, load=None), steps=20)
+    plain = record_builder.make_ok_record(msgspec.structs.replace(served_point, load=None), steps=20)
     record: Record = msgspec.structs.replace(
         plain,
         **(
@@ -256,19 +256,19 @@ def measured(
     return MeasuredPoint("run", folder, record)
 
 
-def served(**changes: Any) -> MeasuredPoint:
+def make_served_point(**changes: Any) -> MeasuredPoint:
     """Return a measured point of fixed lengths, 400 in and 40 out, without samples next to it."""
-    return MeasuredPoint("run", NOWHERE, build.served(build.point(build.DCP), **changes))
+    return MeasuredPoint("run", NOWHERE, build.make_served_record(build.make_point(build.DCP), **changes))
 
 
-def decoded(**changes: Any) -> MeasuredPoint:
+def make_decode_point(**changes: Any) -> MeasuredPoint:
     """Return a measured point of decode steps."""
-    return MeasuredPoint("run", NOWHERE, record_builder.ok(record_builder.point(build.DCP), **changes))
+    return MeasuredPoint("run", NOWHERE, record_builder.make_ok_record(record_builder.make_point(build.DCP), **changes))
 
 
-def replayed() -> MeasuredPoint:
+def make_replayed_point() -> MeasuredPoint:
     """Return the served point in virtual time."""
-    m = served()
+    m = make_served_point()
     assert m.record.point.load
     load = msgspec.structs.replace(m.record.point.load, mode="replay")
     return MeasuredPoint(
@@ -276,6 +276,6 @@ def replayed() -> MeasuredPoint:
     )
 
 
-def functional() -> MeasuredPoint:
+def make_cpu_point() -> MeasuredPoint:
     """Return the served point on a CPU."""
-    return served(environment=record_builder.CPU, warnings=["cpu"])
+    return make_served_point(environment=record_builder.CPU, warnings=["cpu"])

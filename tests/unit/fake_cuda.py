@@ -1,4 +1,4 @@
-"""A substitute for CUDA without a GPU: it fires torch's callbacks where CUDA kernels would wait.
+"""Replace CUDA on machines without a GPU: fire torch's callbacks at calls that would wait for CUDA.
 
 The code is compiled under a file name of torch, so that detectors skip it and report the user's line.
 """

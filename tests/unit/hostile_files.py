@@ -100,8 +100,8 @@ HOSTILE = (  # values that replace others
 )
 
 
-def damaged(text: bytes, rng: random.Random) -> bytes:
-    """Return the text with a flipped bit, a piece removed, doubled or truncated, or a value replaced by a hostile one."""
+def damage_text(text: bytes, rng: random.Random) -> bytes:
+    """Return the text with random damage: a flipped bit, a removed or doubled piece, a cut end, or a hostile value."""
     kind = rng.randrange(5)
     begin = rng.randrange(len(text))
     end = min(begin + rng.choice((1, 2, 8, 64, 512)), len(text))
@@ -111,10 +111,10 @@ def damaged(text: bytes, rng: random.Random) -> bytes:
         return text[:begin] + text[begin:end] * rng.randrange(3) + text[end:]
     if kind == 2:
         return text[:begin] + bytes(rng.choice((0, 0, 4096)))
-    return spoiled(text, begin, rng.choice(HOSTILE).encode("utf-8", "surrogatepass"))
+    return replace_value(text, begin, rng.choice(HOSTILE).encode("utf-8", "surrogatepass"))
 
 
-def spoiled(text: bytes, begin: int, value: bytes) -> bytes:
+def replace_value(text: bytes, begin: int, value: bytes) -> bytes:
     """Return the text with `value` in place of the text between the next two marks of JSON, TOML or YAML."""
     marks = b":=,[]{}\n"
     while begin < len(text) and text[begin : begin + 1] not in (b":", b"=", b",", b"["):
@@ -125,15 +125,24 @@ def spoiled(text: bytes, begin: int, value: bytes) -> bytes:
     return text[: begin + 1] + b" " + value + text[end:]
 
 
-def record_lines() -> bytes:
+def make_record_lines() -> bytes:
     """Return lines of the first version, without a checksum that would find the damage first."""
-    found = [build.ok(build.point(Layout(4)), steps=3), serve.served(serve.point(Layout(4, 1, 4)))]
-    return b"".join(msgspec.json.encode(record) + b"\n" for record in [*found, build.failed(build.point(Layout(4)))])
+    found = [
+        build.make_ok_record(build.make_point(Layout(4)), steps=3),
+        serve.make_served_record(serve.make_point(Layout(4, 1, 4))),
+    ]
+    return b"".join(
+        msgspec.json.encode(record) + b"\n"
+        for record in [*found, build.make_failed_record(build.make_point(Layout(4)))]
+    )
 
 
-def sealed_lines(folder: Path) -> bytes:
+def make_sealed_lines(folder: Path) -> bytes:
     """Return lines with checksums."""
-    for record in (build.ok(build.point(Layout(4)), steps=3), build.rejected(build.point(Layout(4)))):
+    for record in (
+        build.make_ok_record(build.make_point(Layout(4)), steps=3),
+        build.make_rejected_record(build.make_point(Layout(4))),
+    ):
         RecordFile(folder).append(record)
     return (folder / RECORDS_FILE).read_bytes()
 
@@ -169,7 +178,7 @@ def read_times(path: Path) -> None:
         found.predict_host_ms(step)
 
 
-def plan(path: Path) -> None:
+def plan_sweep(path: Path) -> None:
     """Expand a sweep's options into points of a grid."""
     found = spec.make_spec(spec.read_options(path), PROBE)
     grid.expand_grid(found, PROBE)
@@ -181,18 +190,18 @@ def plan_serve(path: Path) -> None:
     grid.expand_grid(found, PROBE)
 
 
-def made_samples(folder: Path) -> bytes:
+def make_samples(folder: Path) -> bytes:
     """Return samples of requests next to a record."""
-    return (folder / samples.write_samples(folder, serve.point(Layout(4, 1, 4)), ROWS)).read_bytes()
+    return (folder / samples.write_samples(folder, serve.make_point(Layout(4, 1, 4)), ROWS)).read_bytes()
 
 
-def text(value: object) -> bytes:
+def to_json(value: object) -> bytes:
     """Return a value as JSON."""
     return json.dumps(value).encode()
 
 
 JOB = jobs.Job(
-    kind="sweep", tag="t", folder="/nowhere", device="cpu", settings=Settings(), points=[build.point(Layout(4))]
+    kind="sweep", tag="t", folder="/nowhere", device="cpu", settings=Settings(), points=[build.make_point(Layout(4))]
 )
 TOML = b'model = "tiny"\ntp = [4, 8]\ndcp = [1, 4]\nconcurrency = [2, 8]\ncontext = 100\nseconds = 2.5\nrepeats = 2\n'
 YAML = b"model: tiny\ntp: [4, 8]\ndcp: [1, 4]\nconcurrency: [2, 8]\ncontext: 100\nseconds: 2.5\nkv-memory: 1GiB\n"
@@ -217,7 +226,7 @@ BASELINE = encode_json(baseline.Baseline(baseline_version=baseline.VERSION, dete
 
 
 class Kind(NamedTuple):
-    """A kind of file."""
+    """Describe a kind of file."""
 
     name: str  # name of the file
     good: Callable[[Path], bytes] | bytes  # content of a good file, or a function that makes it in a folder
@@ -228,14 +237,14 @@ class Kind(NamedTuple):
         return self.good if isinstance(self.good, bytes) else self.good(folder)
 
 
-def heartbeats_of(folder: Path) -> bytes:
+def make_heartbeats(folder: Path) -> bytes:
     """Return the heartbeats of a rank of two that has made a few steps."""
     job = Job(folder, 2)
     job.run_steps(3)
     return (folder / "heartbeats-0.bin").read_bytes()
 
 
-def signals_of(folder: Path) -> bytes:
+def make_signals(folder: Path) -> bytes:
     """Write the signals of rank 1, which has passed the barrier, and return those of rank 0, which waits in it."""
     (folder / "signals-1.json").write_bytes(msgspec.json.encode(make_merge_signals(1, 2, 5, {0: 5})))
     return msgspec.json.encode(make_merge_signals(0, 2, 4, {1: 4}))
@@ -260,7 +269,7 @@ def read_audited(path: Path) -> None:
     read_run(path)
 
 
-def explain(path: Path) -> None:
+def explain_hang(path: Path) -> None:
     """Read and format the file as `hang explain` does."""
     hang_finding.find_cause(evidence.read_evidence([path]))
     (hang,) = hang_format.read_hangs([path])
@@ -268,7 +277,7 @@ def explain(path: Path) -> None:
     hang_format.render_page([hang])
 
 
-def imported(engine: str, model: str | None = None) -> Callable[[Path], object]:
+def make_importer(engine: str, model: str | None = None) -> Callable[[Path], object]:
     """Return a function that reads results of an engine."""
     return lambda path: import_files([path], engine, path.parent / "run", Overrides(model=model), force=True)
 
@@ -278,7 +287,7 @@ def describe_requests(path: Path) -> None:
     read_requests(path).describe(2)
 
 
-def a_trace() -> bytes:
+def make_trace() -> bytes:
     """Return a small trace with steps, operators, frames and waits."""
     trace = traces.Trace()
     for step in range(3):
@@ -292,21 +301,21 @@ def a_trace() -> bytes:
 
 
 SPY_DUMP = SPY.format(pid=100, frames=IN_REDUCE).encode()
-FLIGHT = text(make_flight_record(("all_reduce", [4, 3], "completed"), ("all_gather", [4], "started")))
+FLIGHT = to_json(make_flight_record(("all_reduce", [4, 3], "completed"), ("all_gather", [4], "started")))
 CHECKS = msgspec.json.encode(CHECK) + b"\n"
 MACHINE = cluster_specs.format_machine(cluster_specs.load_built_in("H200")).encode()
 
 KINDS = {
-    "records": Kind(RECORDS_FILE, record_lines(), read_audited),
-    "records with checksums": Kind(RECORDS_FILE, sealed_lines, read_audited),
-    "failed points": Kind(FAILED_FILE, record_lines(), read_failed),
+    "records": Kind(RECORDS_FILE, make_record_lines(), read_audited),
+    "records with checksums": Kind(RECORDS_FILE, make_sealed_lines, read_audited),
+    "failed points": Kind(FAILED_FILE, make_record_lines(), read_failed),
     "checks": Kind(CHECKS_FILE, CHECKS * 3, lambda path: jobs.read_checks(path.parent)),
-    "model": Kind("config.json", text(V3), lambda path: load_shape(str(path))),
-    "samples": Kind("x.parquet", made_samples, samples.read_samples),
+    "model": Kind("config.json", to_json(V3), lambda path: load_shape(str(path))),
+    "samples": Kind("x.parquet", make_samples, samples.read_samples),
     "job": Kind("job-t.json", msgspec.json.encode(JOB), read_job),
-    "step times": Kind("x.json", msgspec.json.encode(times.step_times()), read_times),
-    "options in TOML": Kind("x.toml", TOML, plan),
-    "options in YAML": Kind("x.yaml", YAML, plan),
+    "step times": Kind("x.json", msgspec.json.encode(times.make_step_times()), read_times),
+    "options in TOML": Kind("x.toml", TOML, plan_sweep),
+    "options in YAML": Kind("x.yaml", YAML, plan_sweep),
     "options of serve": Kind("x.toml", SERVE, plan_serve),
     "machine": Kind("machine.toml", MACHINE, cluster_specs.read_machine),
     "requests": Kind("x.jsonl", REQUESTS, read_requests),
@@ -316,22 +325,30 @@ KINDS = {
     "requests of AIPerf": Kind("x.jsonl", AIPERF, describe_requests),
     "requests of Azure": Kind("x.csv", AZURE, describe_requests),
     "prompts": Kind("x.json", b"[[1, 5, 7], [2]]", lambda path: prompts.read_prompts(path, TINY, 8)),
-    "results of vLLM": Kind("x.json", text(engines.vllm()), imported("vllm")),
-    "results of SGLang": Kind("x.json", text(engines.sglang()), imported("sglang")),
-    "results of InferenceX": Kind("x.json", text(engines.inferencex()), imported("inferencex")),
+    "results of vLLM": Kind("x.json", to_json(engines.make_vllm_result()), make_importer("vllm")),
+    "results of SGLang": Kind("x.json", to_json(engines.make_sglang_result()), make_importer("sglang")),
+    "results of InferenceX": Kind("x.json", to_json(engines.make_inferencex_row()), make_importer("inferencex")),
     "results of GuideLLM": Kind(
-        "x.json", text(tools.guidellm({"type_": "concurrent", "streams": 2})), imported("guidellm")
+        "x.json", to_json(tools.make_guidellm_result({"type_": "concurrent", "streams": 2})), make_importer("guidellm")
     ),
-    "results of AIPerf": Kind("x.json", text(tools.aiperf()), imported("aiperf")),
-    "phases of AIPerf": Kind("x.json", text(tools.aiperf(input_config=tools.PHASES)), imported("aiperf")),
-    "requests that AIPerf measured": Kind("x.jsonl", text(tools.line(7, [30.0, 31.0])), imported("aiperf", model="m")),
-    "steps of vLLM": Kind("x.json", text(tools.forward_case("a", [9, 9])), imported("vllm-forward", model="m")),
-    "batches of SGLang": Kind("x.json", text(tools.one_batch()), imported("sglang-one-batch", model="m")),
-    "trace": Kind("trace.json", a_trace(), lambda path: scan_traces([path], root=path.parent)),
-    "heartbeats": Kind("heartbeats-0.bin", heartbeats_of, explain),
-    "dump of py-spy": Kind("stacks-0.txt", SPY_DUMP, explain),
-    "signals of a hang": Kind("signals-0.json", signals_of, read_signals),
-    "flight recorder": Kind("flight-0.json", FLIGHT, explain),
+    "results of AIPerf": Kind("x.json", to_json(tools.make_aiperf_summary()), make_importer("aiperf")),
+    "phases of AIPerf": Kind(
+        "x.json", to_json(tools.make_aiperf_summary(input_config=tools.PHASES)), make_importer("aiperf")
+    ),
+    "requests that AIPerf measured": Kind(
+        "x.jsonl", to_json(tools.make_aiperf_line(7, [30.0, 31.0])), make_importer("aiperf", model="m")
+    ),
+    "steps of vLLM": Kind(
+        "x.json", to_json(tools.make_forward_case("a", [9, 9])), make_importer("vllm-forward", model="m")
+    ),
+    "batches of SGLang": Kind(
+        "x.json", to_json(tools.make_one_batch_result()), make_importer("sglang-one-batch", model="m")
+    ),
+    "trace": Kind("trace.json", make_trace(), lambda path: scan_traces([path], root=path.parent)),
+    "heartbeats": Kind("heartbeats-0.bin", make_heartbeats, explain_hang),
+    "dump of py-spy": Kind("stacks-0.txt", SPY_DUMP, explain_hang),
+    "signals of a hang": Kind("signals-0.json", make_signals, read_signals),
+    "flight recorder": Kind("flight-0.json", FLIGHT, explain_hang),
     "baseline of syncs": Kind("x.json", BASELINE.encode(), baseline.read_baseline),
     "pyproject": Kind("pyproject.toml", SYNCS, lambda path: config.find_config(path.parent, path.parent)),
 }

@@ -1,4 +1,4 @@
-"""Load runs with records kept under results/."""
+"""List the runs under results/ that have records."""
 
 from __future__ import annotations
 

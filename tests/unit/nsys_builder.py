@@ -1,4 +1,4 @@
-"""Traces of torch.profiler written as nsys exports, with the same events in the tables that NVIDIA documents.
+"""Write traces of torch.profiler as nsys exports, with the same events in the tables that NVIDIA documents.
 
 The schema is that of "SQLite Schema Reference" in NVIDIA's Post-Collection Analysis Guide, version 3.16; parquetdir has the same
 tables, and jsonlines the keys that public readers use.
@@ -57,17 +57,17 @@ FORMATS = ("sqlite", "jsonlines", "parquetdir")
 Row = dict[str, Any]
 
 
-def global_tid(pid: int, tid: int = 0) -> int:
+def make_global_tid(pid: int, tid: int = 0) -> int:
     """Return the serialised id of a thread, or of a process."""
     return 1 << 48 | pid << 24 | tid
 
 
-def nanoseconds(us: float) -> int:
+def convert_to_ns(us: float) -> int:
     return round(us * 1000)
 
 
 class Export:
-    """The tables of one recording, with a trace for each process."""
+    """Hold the tables of one recording, with a trace for each process."""
 
     def __init__(self) -> None:
         self.tables: defaultdict[str, list[Row]] = defaultdict(list)
@@ -106,19 +106,22 @@ class Export:
             elif e["ph"] == "M" and e["name"] == "thread_name" and isinstance(e["tid"], int) and e["pid"]:
                 name = e["args"]["name"].split("(")[-1].rstrip(")")
                 self.add(
-                    "ThreadNames", nameId=self.string(name), priority=0, globalTid=global_tid(pid or e["pid"], e["tid"])
+                    "ThreadNames",
+                    nameId=self.string(name),
+                    priority=0,
+                    globalTid=make_global_tid(pid or e["pid"], e["tid"]),
                 )
         return self
 
     def _times(self, e: dict[str, Any]) -> dict[str, int]:
-        return {"start": nanoseconds(e["ts"]), "end": nanoseconds(e["ts"] + e["dur"])}
+        return {"start": convert_to_ns(e["ts"]), "end": convert_to_ns(e["ts"] + e["dur"])}
 
     def _add_range(self, e: dict[str, Any], pid: int, _: object) -> None:
         """Add operators with the names of emit_nvtx; annotations are registered strings, and operators are texts."""
         is_op = e["cat"] == "cpu_op"
         name = f"{e['name']}, seq = 3, op_id = 7" if is_op else e["name"]
         text = {"text": name} if is_op else {"textId": self.string(name)}
-        thread = global_tid(pid, e["tid"])
+        thread = make_global_tid(pid, e["tid"])
         self.add("NVTX_EVENTS", **self._times(e), eventType=59, globalTid=thread, domainId=0, **text)
 
     def _add_call(self, e: dict[str, Any], pid: int, frames: list[dict[str, Any]]) -> None:
@@ -128,7 +131,7 @@ class Export:
             "CUPTI_ACTIVITY_KIND_RUNTIME",
             **self._times(e),
             eventClass=int(driver),
-            globalTid=global_tid(pid, e["tid"]),
+            globalTid=make_global_tid(pid, e["tid"]),
             correlationId=e["args"].get("correlation", 0),
             nameId=self.string(name),
             returnValue=0,
@@ -160,7 +163,7 @@ class Export:
             "contextId": 1,
             "streamId": args.get("stream", e["tid"]),
             "correlationId": args.get("correlation", 0),
-            "globalPid": global_tid(pid),
+            "globalPid": make_global_tid(pid),
         }
         if e["cat"] == "kernel":
             name = self.string(e["name"])
@@ -182,7 +185,7 @@ class Export:
             contextId=1,
             streamId=args.get("stream", 0),
             correlationId=args.get("correlation", 0),
-            globalPid=global_tid(pid),
+            globalPid=make_global_tid(pid),
             syncType=SYNC_TYPES[e["name"]],
             eventId=7,
         )

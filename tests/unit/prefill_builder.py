@@ -1,4 +1,4 @@
-"""Steps with prompt chunks on an engine of tests/unit/engine_builder.py or of a real rank."""
+"""Run steps with prompt chunks on an engine of tests/unit/engine_builder.py or of a real rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Prompt:
-    """A request with memory for all of its tokens, of which some are stored."""
+    """Hold a request with memory for all of its tokens; some of them are stored."""
 
     tokens: list[int]
     request: Request
@@ -31,12 +31,12 @@ class Prompt:
         return cls(tokens, engine.add_request(len(tokens)))
 
 
-def prompt_tokens(number: int, length: int) -> list[int]:
+def make_prompt_tokens(number: int, length: int) -> list[int]:
     """Return token ids that distinguish positions and requests."""
     return [(37 * number + 11 * i + 5) % 199 for i in range(length)]
 
 
-def step(
+def run_step(
     engine: DecodeEngine,
     prefiller: Prefiller,
     decodes: list[Prompt],
@@ -48,8 +48,8 @@ def step(
 ) -> torch.Tensor:
     """Return logits [rows, vocab] of a step with a token of each decode, the tokens of each chunk, and padding rows.
 
-    `last_only` asks for the logits of each decode and of each chunk's last token. With `pieces` the step runs in them,
-    with the padding rows that they need. `live` is that of StepInput.
+    `last_only` selects the logits of each decode and of each chunk's last token. With `pieces` the step runs in pieces,
+    with the padding rows that they need. `live` is the field of StepInput.
     """
     rows = [(p.request.slot, p.stored, p.tokens[p.stored]) for p in decodes]
     planned = []
@@ -88,7 +88,7 @@ def step(
     return logits
 
 
-def decoded(engine: DecodeEngine, prefiller: Prefiller, tokens: list[int]) -> torch.Tensor:
+def decode_prompt(engine: DecodeEngine, prefiller: Prefiller, tokens: list[int]) -> torch.Tensor:
     """Return logits [tokens, vocab] of a prompt that is fed token by token."""
     prompt = Prompt.admit(engine, tokens)
-    return torch.cat([step(engine, prefiller, [prompt], []) for _ in tokens])
+    return torch.cat([run_step(engine, prefiller, [prompt], []) for _ in tokens])

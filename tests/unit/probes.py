@@ -1,4 +1,4 @@
-"""Machines without and with GPUs, as a probe describes them."""
+"""Define probes of a machine without GPUs and of one with GPUs."""
 
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.memory import GIB

@@ -1,4 +1,4 @@
-"""Traces of small programs on a GPU, written as torch.profiler writes them: launches, kernels, `.item()` and ranges.
+"""Build traces of small programs on a GPU in the format of torch.profiler: launches, kernels, `.item()` and ranges.
 
 The clock of the host and that of the GPU advance with each call, so a program reads as it runs. No time was measured.
 """
@@ -19,7 +19,7 @@ ITEM = ("aten::item", "aten::_local_scalar_dense")
 
 
 class Program:
-    """A program on one thread and one stream."""
+    """Build the trace of a program on one thread and one stream."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []

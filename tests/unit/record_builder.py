@@ -1,4 +1,4 @@
-"""Synthetic records for tests of the reports. None of these numbers was measured."""
+"""Build synthetic records for tests of the reports. None of these numbers was measured."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ CPU = Environment(
 )
 
 
-def step_ms(layout: Layout, context: int, concurrency: int) -> float:
+def compute_step_ms(layout: Layout, context: int, concurrency: int) -> float:
     """Return a synthetic step time with realistic terms: fixed cost, weights, KV reading over ranks, exchange."""
     kv = concurrency * context / (layout.dp * layout.dcp) * KV_ROW_BYTES / 2.7e9
     exchange = (1.2 + 0.06 * concurrency) * (layout.dcp > 1) * (1 + 0.1 * layout.dcp)
     return 9.0 + 0.11 * concurrency + kv + exchange + (1.5 if layout.dp > 1 else 0.0)
 
 
-def phases(total_ms: float, layout: Layout) -> Phases:
+def make_phases(total_ms: float, layout: Layout) -> Phases:
     """Return a synthetic division of a step into phases."""
     shares = {"attention": 0.34, "moe": 0.31, "mlp_reduce": 0.09, "o_proj": 0.07, "qkv_proj": 0.06, "lm_head": 0.03}
     if layout.dcp > 1:
@@ -70,7 +70,7 @@ def phases(total_ms: float, layout: Layout) -> Phases:
     )
 
 
-def point(layout: Layout = Layout(1), **changes: Any) -> Point:  # noqa: B008 - frozen
+def make_point(layout: Layout = Layout(1), **changes: Any) -> Point:  # noqa: B008 - frozen
     """Return a point of kimi-k2 on the flashinfer backend."""
     fields: dict[str, Any] = {
         "model": "kimi-k2",
@@ -87,12 +87,12 @@ def point(layout: Layout = Layout(1), **changes: Any) -> Point:  # noqa: B008 - 
     return Point(**(fields | changes))
 
 
-def ok(
+def make_ok_record(
     point: Point, *, median_ms: float | None = None, steps: int = 700, noise: float = 0.01, **changes: Any
 ) -> Record:
     """Return a finished record with steps that scatter around `median_ms`."""
     layout = point.layout
-    median = step_ms(layout, point.context, point.concurrency) if median_ms is None else median_ms
+    median = compute_step_ms(layout, point.context, point.concurrency) if median_ms is None else median_ms
     rng = random.Random(
         "/".join(f"{f.name}={v}" for f in msgspec.structs.fields(point) if (v := getattr(point, f.name)) != f.default)
     )
@@ -103,7 +103,7 @@ def ok(
         "point": point,
         "outcome": "ok",
         "metrics": compute_decode_metrics(samples, point.concurrency, point.tp),
-        "phases": phases(median, layout),
+        "phases": make_phases(median, layout),
         "host_syncs_per_step": 0.0,
         "allocations_per_step": 0.0,
         "host_plan_us": 310.0,
@@ -134,9 +134,9 @@ def ok(
     return Record(**(fields | changes))
 
 
-def on_cpu(point: Point, **changes: Any) -> Record:
+def make_cpu_record(point: Point, **changes: Any) -> Record:
     """Return a finished record of a functional run."""
-    return ok(
+    return make_ok_record(
         point,
         steps=40,
         noise=0.05,
@@ -150,21 +150,21 @@ def on_cpu(point: Point, **changes: Any) -> Record:
     )
 
 
-def rejected(
+def make_rejected_record(
     point: Point, reason: str = "the KV cache needs 31.0 GiB more per GPU than there is; try --dcp 4."
 ) -> Record:
     """Return a point that could not run."""
     return Record(point=point, outcome="rejected", reason=reason, lacks_memory=True)
 
 
-def failed(point: Point, reason: str = "rank 3 exited with code 1; read logs/rank-3.txt.") -> Record:
+def make_failed_record(point: Point, reason: str = "rank 3 exited with code 1; read logs/rank-3.txt.") -> Record:
     """Return a point that failed."""
     return Record(
         point=point, outcome="failed", reason=reason, detail={"exit code": "1", "log": "last lines\nof the log"}
     )
 
 
-def gpu_sweep() -> list[Record]:
+def make_gpu_sweep() -> list[Record]:
     """Return records of 2 models × 4 layouts × 3 contexts × 3 loads × 2 repeats, with some points that did not run."""
     found = []
     for model, slower in (("kimi-k2", 1.0), ("deepseek-v3", 1.13)):
@@ -172,25 +172,25 @@ def gpu_sweep() -> list[Record]:
             for context in (4000, 32000, 128000):
                 for load in (8, 32, 48):
                     for layout in (Layout(4), Layout(4, 1, 2), Layout(4, 1, 4), Layout(4, 4)):
-                        swept_point = point(layout, model=model, context=context, concurrency=load, repeat=repeat)
+                        swept_point = make_point(layout, model=model, context=context, concurrency=load, repeat=repeat)
                         if context == 128000 and load > 8 and layout.dp * layout.dcp == 1:
-                            found.append(rejected(swept_point))
+                            found.append(make_rejected_record(swept_point))
                         else:
-                            ms = slower * step_ms(layout, context, load)
+                            ms = slower * compute_step_ms(layout, context, load)
                             drift = (
                                 1.031
                                 if (repeat, context, load, layout.dcp) == (1, 32000, 48, 4)
                                 else 1 + 0.002 * repeat
                             )
-                            found.append(ok(swept_point, median_ms=ms * drift))
+                            found.append(make_ok_record(swept_point, median_ms=ms * drift))
     return found
 
 
-def cpu_sweep() -> list[Record]:
+def make_cpu_sweep() -> list[Record]:
     """Return records of tp8 and tp8·dcp8 of the tiny model at two loads."""
     return [
-        on_cpu(
-            point(
+        make_cpu_record(
+            make_point(
                 layout, model="tiny", backend="reference", dtype="float32", context=256, concurrency=load, page_size=1
             ),
             median_ms=40.0 + load * layout.dcp,
@@ -200,7 +200,7 @@ def cpu_sweep() -> list[Record]:
     ]
 
 
-def write(folder: Path, found: Iterable[Record]) -> Path:
+def write_records(folder: Path, found: Iterable[Record]) -> Path:
     """Write records.jsonl into a new folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RECORDS_FILE).touch()

@@ -1,4 +1,4 @@
-"""Records of served loads, made by the real scheduler in virtual time with synthetic step times. Nothing is measured."""
+"""Build records of served loads with the real scheduler, in virtual time with synthetic step times. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ TP, DCP, DP = Layout(4), Layout(4, 1, 4), Layout(4, 4)
 SLO = {"ttft": 2000.0, "itl": 30.0}
 
 
-def load(**changes: Any) -> Load:
+def make_load(**changes: Any) -> Load:
     """Return a closed loop of 96 requests, 400 tokens in and 40 out."""
     plain = {"requests": 96, "input_tokens": "400", "output_tokens": "40", "chunk": 2048}
     return Load(**(plain | changes))
 
 
-def point(layout: Layout = TP, concurrency: int = 8, changed: dict[str, Any] | None = None, **changes: Any) -> Point:
+def make_point(
+    layout: Layout = TP, concurrency: int = 8, changed: dict[str, Any] | None = None, **changes: Any
+) -> Point:
     """Return a served point of kimi-k2; `changed` are fields of its load."""
-    served = load(**(changed or {}))
+    served = make_load(**(changed or {}))
     plain = {"workload": "serve", "concurrency": concurrency, "context": 440, "load": served}
-    return record_builder.point(layout, **(plain | changes))
+    return record_builder.make_point(layout, **(plain | changes))
 
 
-def step_s(step: Step, layout: Layout, exchange: str) -> float:
+def compute_step_s(step: Step, layout: Layout, exchange: str) -> float:
     """Return a synthetic step time: a floor, weights, 25 ns for each KV row that a rank reads, an exchange, and
     prefill.
     """
@@ -46,7 +48,9 @@ def step_s(step: Step, layout: Layout, exchange: str) -> float:
 
 
 @functools.cache
-def metrics(point: Point, pages: int = 1000, until_s: float = float("inf"), faster: float = 1.0) -> ServeMetrics:
+def compute_metrics(
+    point: Point, pages: int = 1000, until_s: float = float("inf"), faster: float = 1.0
+) -> ServeMetrics:
     """Return the metrics of a run of a point with `pages` of 16 tokens for each rank, with steps `faster` times as
     fast.
     """
@@ -55,13 +59,13 @@ def metrics(point: Point, pages: int = 1000, until_s: float = float("inf"), fast
     inputs, outputs = int(served.input_tokens), int(served.output_tokens)
     rate = served.request_rate
     requests = [
-        virtual_serving.request(i, inputs, outputs, arrival_s=i / rate if rate else None)
+        virtual_serving.make_request(i, inputs, outputs, arrival_s=i / rate if rate else None)
         for i in range(served.requests)
     ]
     traffic, steps = virtual_serving.serve(
         requests,
         concurrency=None if rate else point.concurrency,
-        seconds=lambda step: step_s(step, layout, point.exchange) / faster,
+        seconds=lambda step: compute_step_s(step, layout, point.exchange) / faster,
         until_s=until_s,
         pages=pages,
         dcp=layout.dcp,
@@ -73,7 +77,7 @@ def metrics(point: Point, pages: int = 1000, until_s: float = float("inf"), fast
     )
 
 
-def served(point: Point, pages: int = 1000, **changes: Any) -> Record:
+def make_served_record(point: Point, pages: int = 1000, **changes: Any) -> Record:
     """Return a finished record of a served point; `until_s` and `faster` are those of `metrics`."""
     how = {name: changes.pop(name) for name in ("until_s", "faster") if name in changes}
     tokens = pages * 16 * point.layout.dcp * point.layout.dp
@@ -85,8 +89,8 @@ def served(point: Point, pages: int = 1000, **changes: Any) -> Record:
         bounded_by="kv_memory",
         fragmentation=0.0,
     )
-    found = metrics(point, pages, **how)
-    plain = record_builder.ok(msgspec.structs.replace(point, load=None), steps=20)
+    found = compute_metrics(point, pages, **how)
+    plain = record_builder.make_ok_record(msgspec.structs.replace(point, load=None), steps=20)
     fields = {
         "point": point,
         "metrics": None,
@@ -98,17 +102,17 @@ def served(point: Point, pages: int = 1000, **changes: Any) -> Record:
     return msgspec.structs.replace(plain, **(fields | changes))
 
 
-def run() -> list[Record]:
+def make_run() -> list[Record]:
     """Return tp4, tp4·dcp4 with two exchanges and tp4·dp4 at three concurrencies live, and replayed at one more length."""
     found = []
     for layout, exchange in ((TP, "none"), (DCP, "ag_rs"), (DCP, "symm"), (DP, "none")):
         for concurrency in (8, 32, 48):
-            live_point = point(layout, concurrency, exchange=exchange)
-            found.append(served(live_point))
-            replayed = msgspec.structs.replace(live_point, load=load(mode="replay"))
-            found.append(served(replayed, faster=1.03))
-            long = point(
+            live_point = make_point(layout, concurrency, exchange=exchange)
+            found.append(make_served_record(live_point))
+            replayed = msgspec.structs.replace(live_point, load=make_load(mode="replay"))
+            found.append(make_served_record(replayed, faster=1.03))
+            long = make_point(
                 layout, concurrency, {"mode": "replay", "input_tokens": "1600"}, exchange=exchange, context=1640
             )
-            found.append(served(long))
+            found.append(make_served_record(long))
     return found

@@ -26,7 +26,7 @@ NOTHING = 0  # value of a row that was never written
 WRONG = -1  # value of the row of a rejected draft, which must not be read
 
 
-def request(number: int, prompt: list[int] | int, output: int = 1, arrival_s: float | None = None) -> ServeRequest:
+def make_request(number: int, prompt: list[int] | int, output: int = 1, arrival_s: float | None = None) -> ServeRequest:
     """Return a request; a prompt given as its length has tokens that no other request has."""
     tokens = [1000 * (number + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     return ServeRequest(
@@ -34,7 +34,7 @@ def request(number: int, prompt: list[int] | int, output: int = 1, arrival_s: fl
     )
 
 
-def config(**changes: object) -> SchedulerConfig:
+def make_config(**changes: object) -> SchedulerConfig:
     """Return one replica of 8 pages and the padding page, with pages of 2 tokens on 2 ranks and chunks of 8 tokens."""
     usual: dict[str, object] = {
         "replicas": 1,
@@ -60,24 +60,24 @@ def sample_token(row: int) -> int:
 
 @dataclasses.dataclass
 class RequestState:
-    """The device's state of a request that was prefilled, at least in part."""
+    """Hold the device's state of a request that was prefilled at least in part."""
 
     sequence: Sequence
     tokens: list[int]  # prompt and sampled tokens, as in the token table of the slot
     computed: int = 0
     preemptions: int = 0
-    right: list[int] = dataclasses.field(default_factory=list)
-    """KV rows that `rows` has computed; tokens are only added."""
+    expected_rows: list[int] = dataclasses.field(default_factory=list)
+    """KV rows that `compute_rows` has computed so far."""
 
-    def rows(self) -> list[int]:
-        """Return the right KV row of each token."""
-        for token in self.tokens[len(self.right) :]:
-            self.right.append(compute_row(self.right[-1] if self.right else NOTHING, token))
-        return self.right
+    def compute_rows(self) -> list[int]:
+        """Return the expected KV row of each token."""
+        for token in self.tokens[len(self.expected_rows) :]:
+            self.expected_rows.append(compute_row(self.expected_rows[-1] if self.expected_rows else NOTHING, token))
+        return self.expected_rows
 
 
 class Device:
-    """Request table and KV pools of one replica's ranks."""
+    """Simulate the request table and the KV pools of one replica's ranks."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -112,7 +112,7 @@ class Device:
         spans += [(self.get_state(chunk), chunk.start, chunk.stop) for chunk in todo.chunks]
         slots = [known.sequence.slot for known, _, _ in spans]
         assert len(set(slots)) == len(slots), "a request has one place in a step"
-        rows = [known.rows() for known, _, _ in spans]
+        rows = [known.compute_rows() for known, _, _ in spans]
         written: set[int] = set()
         for (known, start, stop), right in zip(spans, rows, strict=True):
             for token in range(start, stop):
@@ -134,7 +134,7 @@ class Device:
     def accept(self, known: RequestState, drafts: int) -> RequestState:
         """Add accepted drafts, which are the tokens that single steps would sample."""
         for _ in range(drafts):
-            known.tokens.append(sample_token(known.rows()[-1]))
+            known.tokens.append(sample_token(known.compute_rows()[-1]))
         return known
 
     def write(self, known: RequestState, token: int, value: int, written: set[int]) -> int:

@@ -1,6 +1,4 @@
-"""Check every step of a scheduler against its rules, with simulated devices and a twin that makes
-the same decisions.
-"""
+"""Check every step of a scheduler against its rules, with simulated devices and a second scheduler that must decide the same."""
 
 from __future__ import annotations
 
@@ -46,13 +44,13 @@ class Simulation:
         assert (not reason) == fits
         if fits:
             self.submitted.append(request)
-            self.steps_left += self.most_prefills(request) + request.output_tokens
+            self.steps_left += self.count_max_prefills(request) + request.output_tokens
             self.prefills_left += -(-request.kv_tokens // config.virtual_page)
         else:
             assert f"request {request.number} has {len(request.prompt):,} prompt and" in reason
         return fits
 
-    def most_prefills(self, request: ServeRequest) -> int:
+    def count_max_prefills(self, request: ServeRequest) -> int:
         """Return the number of chunks of a request once it is the oldest one: it is then served first and never
         preempted.
         """
@@ -61,13 +59,13 @@ class Simulation:
 
     def step(self) -> Step | None:
         """Plan a step, check it, and run it."""
-        before = self.state()
+        before = self.get_state()
         step, other = self.scheduler.plan_step(), self.twin.plan_step()
         assert (step is None) == (other is None)
         if step is None:
             assert not self.scheduler.unfinished
             return None
-        assert signature(step) == signature(other), "ranks decide the same"
+        assert make_signature(step) == make_signature(other), "ranks decide the same"
         self.check_rules(step, before)
         for device, replica, todo in zip(self.devices, self.scheduler.replicas, step.replicas, strict=True):
             device.run(todo)
@@ -98,7 +96,7 @@ class Simulation:
             assert replica.allocator.used_pages == replica.cache.pages == replica.cache.evictable
             assert len(replica.slots) == self.config.max_requests
 
-    def state(self) -> list[list[tuple[Sequence, int, int]]]:
+    def get_state(self) -> list[list[tuple[Sequence, int, int]]]:
         """Return computed tokens and preemptions of each replica's running sequences."""
         return [[(s, s.computed, s.preemptions) for s in r.running] for r in self.scheduler.replicas]
 
@@ -121,7 +119,9 @@ class Simulation:
                 assert chunk.stop % page == 0 or chunk.stop == left
                 assert chunk.samples == (chunk.stop == left)
             assert sum(c.tokens for c in todo.chunks) <= self.config.chunk
-            ready = [s for s, computed, _ in running if s not in preempted and computed == known_tokens(device, s) - 1]
+            ready = [
+                s for s, computed, _ in running if s not in preempted and computed == count_known_tokens(device, s) - 1
+            ]
             if self.config.policy == PREFILL_FIRST and step.has_chunks:
                 ready = []
             assert [id(s) for s in todo.decodes] == [id(s) for s in ready], "all that can decode do"
@@ -147,12 +147,12 @@ class Simulation:
         assert min(self.steps_left, self.prefills_left) >= 0
 
 
-def known_tokens(device: Device, sequence: Sequence) -> int:
+def count_known_tokens(device: Device, sequence: Sequence) -> int:
     """Return the number of tokens of a running sequence that are known before a step."""
     return len(device.at[sequence.slot].tokens)
 
 
-def signature(step: Step) -> tuple[object, ...]:
+def make_signature(step: Step) -> tuple[object, ...]:
     """Return a step as plain numbers."""
     return (
         step.number,

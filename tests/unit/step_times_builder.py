@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 EXTENT = Extent(requests=48, context=5500, pages=1200, virtual_page=256, chunk=8192, targets=(8, 48), prompts=(4000,))
 """Extent of DeepSeek-V3 on tp4·dcp4 with prompts of 4,000 and answers of 1,500 tokens, and KV for 307,200."""
-HONESTY = Conditions(weights="synthetic", layers=4, layers_held=4, full_weights_bytes_per_gpu=1)
+CONDITIONS = Conditions(weights="synthetic", layers=4, layers_held=4, full_weights_bytes_per_gpu=1)
 
 
 def make_path(**fields: str | int | bool) -> EnginePath:
@@ -27,7 +27,7 @@ def make_path(**fields: str | int | bool) -> EnginePath:
 PATH = make_path(model="tiny", tp=4, dcp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="ag_rs")
 
 
-def true_ms(batch: ReplicaBatch) -> float:
+def compute_true_ms(batch: ReplicaBatch) -> float:
     """Return 40 ms to read weights, 1.4 a row and 0.1 per thousand KV tokens, plus products of padded rows and
     attention of chunks.
     """
@@ -37,9 +37,9 @@ def true_ms(batch: ReplicaBatch) -> float:
     return chunks + (5 + 0.05 * batch.rows + 1e-4 * batch.kv_tokens if batch.rows else 0)
 
 
-def step_times(
+def make_step_times(
     extent: Extent = EXTENT,
-    truth: Callable[[ReplicaBatch], float] = true_ms,
+    truth: Callable[[ReplicaBatch], float] = compute_true_ms,
     *,
     launch_ms: float = 2.0,
     device: str = "NVIDIA H200",
@@ -51,6 +51,6 @@ def step_times(
         cases=[MeasuredCase(case=case, samples_ms=[truth(case.compute_work())]) for case in make_cases(extent)],
         launch_ms=launch_ms,
         measuring_s=20.0,
-        conditions=HONESTY,
+        conditions=CONDITIONS,
         environment=Environment(device=device, device_count=4, device_memory_bytes=141 << 30),
     )

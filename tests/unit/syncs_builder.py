@@ -1,4 +1,4 @@
-"""Synthetic reports for tests of gate, formats and command line. None of these numbers was measured."""
+"""Build synthetic reports for tests of gate, formats and command line. None of these numbers was measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dcpbench.syncs.sync_report import Coverage, Example, Report, Site, TraceSum
 NOTE = "Calls of the driver API do not show: the trace holds no cuda_sync events."
 
 
-def coverage(**changes: Any) -> Coverage:
+def make_coverage(**changes: Any) -> Coverage:
     """Return the coverage of a good trace."""
     fields = {
         "detector": "scan",
@@ -23,7 +23,7 @@ def coverage(**changes: Any) -> Coverage:
     return Coverage(**{**fields, **changes})
 
 
-def trace(path: str = "rank0.json", *, steps: int | None = 10, **changes: Any) -> TraceSummary:
+def make_trace(path: str = "rank0.json", *, steps: int | None = 10, **changes: Any) -> TraceSummary:
     """Return a trace of ten steps; `changes` are those of its coverage."""
     return TraceSummary(
         path=path,
@@ -32,11 +32,11 @@ def trace(path: str = "rank0.json", *, steps: int | None = 10, **changes: Any) -
         span_us=10_000.0,
         gpu_busy_us=9_000.0,
         gpu_idle_us=1_000.0,
-        coverage=coverage(**changes),
+        coverage=make_coverage(**changes),
     )
 
 
-def site(fingerprint: str = "f1", **changes: Any) -> Site:
+def make_site(fingerprint: str = "f1", **changes: Any) -> Site:
     """Return `check_all` of python/engine/kv.py: one `.all()` in each of ten steps, 30 µs of bubble each."""
     fields = {
         "fingerprint": fingerprint,
@@ -64,29 +64,35 @@ def site(fingerprint: str = "f1", **changes: Any) -> Site:
     return Site(**{**fields, **changes})
 
 
-def report(*sites: Site, traces: list[TraceSummary] | None = None) -> Report:
+def make_report(*sites: Site, traces: list[TraceSummary] | None = None) -> Report:
     """Return a report without verdicts."""
-    return Report(traces=[trace()] if traces is None else traces, sites=list(sites), totals=sum_totals(list(sites)))
+    return Report(
+        traces=[make_trace()] if traces is None else traces, sites=list(sites), totals=sum_totals(list(sites))
+    )
 
 
-def all_kinds() -> Report:
-    """Return a site of every standing: findings with and without a place, allowed, warm-up, own, and one that may
-    block.
-    """
-    return report(
-        site("f1"),
-        site("f2", function="sample", rule="SYNC003", kind="copy-to-host", op="aten::copy_", line=40, bubble_us=50.0),
-        site("f3", function="load", warmup_only=True, count=1, count_per_step=0.0, bubble_us=9_000.0),
-        site("f4", own=True, function="", file="", line=None, op="", rule="SYNC008", kind="device-sync", explicit=True),
-        site("f5", function="", file="", line=None, stack=[], range="decode", bubble_us=None, wait_us=None),
-        site("f6", may_block=True, rule="SYNC005", kind="pageable-copy", function="copy", bubble_us=0.0, wait_us=5.0),
+def make_report_of_all_kinds() -> Report:
+    """Return a report with one site of each kind: with and without a place, allowed, in warm-up, internal, and possibly blocking."""
+    return make_report(
+        make_site("f1"),
+        make_site(
+            "f2", function="sample", rule="SYNC003", kind="copy-to-host", op="aten::copy_", line=40, bubble_us=50.0
+        ),
+        make_site("f3", function="load", warmup_only=True, count=1, count_per_step=0.0, bubble_us=9_000.0),
+        make_site(
+            "f4", own=True, function="", file="", line=None, op="", rule="SYNC008", kind="device-sync", explicit=True
+        ),
+        make_site("f5", function="", file="", line=None, stack=[], range="decode", bubble_us=None, wait_us=None),
+        make_site(
+            "f6", may_block=True, rule="SYNC005", kind="pageable-copy", function="copy", bubble_us=0.0, wait_us=5.0
+        ),
     )
 
 
 def make_hostile_report() -> Report:
     """Return a report with control characters for a terminal, a browser, Markdown, XML, Rich and GitHub's log."""
-    return report(
-        site(
+    return make_report(
+        make_site(
             "n1",
             function="\x1b[31mred\x1b]8;;http://x\x07<script>alert(1)</script>",
             op="aten::a|b`c`\x9b2J[bold]",
@@ -96,5 +102,5 @@ def make_hostile_report() -> Report:
             direction="DtoH\n::error::pwned",
             stack=["x\r\n::warning::y"],
         ),
-        traces=[trace("\x1b]0;title\x07</testsuite>.json", notes=["::error::note\n[/red] <b>@all</b>"])],
+        traces=[make_trace("\x1b]0;title\x07</testsuite>.json", notes=["::error::note\n[/red] <b>@all</b>"])],
     )

@@ -22,11 +22,11 @@ RETURN after the end of a wait."""
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One thing that the host does next.
+    """Describe one action of the host.
 
-    work: something else, `length` long. launch: a kernel of this length on a stream, after all that stream `behind` has
-    to do, where one is named. item: a copy on a stream, and a wait for it. stream, device, event: waits for a stream,
-    for all of them, for a piece of work behind which `length` others were launched.
+    work: other work of duration `length`. launch: a kernel of this length on a stream, after all work of the stream
+    `behind` if it is given. item: a copy on a stream, and a wait for it. stream, device: a wait for a stream, or for all
+    streams. event: a wait for work after which `length` further kernels were launched.
     """
 
     do: Literal["work", "launch", "item", "stream", "device", "event"]
@@ -39,8 +39,8 @@ class Step:
 class Run:
     """Hold the events of a program; times are (start, end)."""
 
-    waits: dict[int, tuple[int, int]]  # step -> the call in which the host waited
-    dry: dict[int, bool]  # step -> whether nothing ran and nothing was queued when that call began
+    waits: dict[int, tuple[int, int]]  # start and end of each waiting call, by step
+    dry: dict[int, bool]  # by step: True if the GPU had no work at the begin of the call
     launches: list[tuple[int, int]]
     work: list[tuple[int, int]]  # work of each launch, in the same order
 
@@ -58,7 +58,7 @@ class Run:
         return max(end for _, end in self.work) - min(start for start, _ in self.work) if self.work else 0
 
 
-def run(program: Sequence[Step], *, without: Collection[int] = ()) -> Run:
+def run_program(program: Sequence[Step], *, without: Collection[int] = ()) -> Run:
     """Run the program; the host does not wait in the steps `without`."""
     now = 0
     done = Run({}, {}, [], [])
@@ -74,14 +74,14 @@ def run(program: Sequence[Step], *, without: Collection[int] = ()) -> Run:
             streams[step.stream] = ready + max(1, step.length)
             done.work.append((ready, streams[step.stream]))
         if step.do != "launch" and number not in without:
-            until = max([now, *_waited_for(step, streams, done)]) + RETURN
+            until = max([now, *_list_ends(step, streams, done)]) + RETURN
             done.waits[number] = (now, until)
             done.dry[number] = all(end <= now for _, end in done.work)
             now = until
     return done
 
 
-def _waited_for(step: Step, streams: dict[int, int], done: Run) -> list[int]:
+def _list_ends(step: Step, streams: dict[int, int], done: Run) -> list[int]:
     """Return the end times of the work that a step waits for."""
     if step.do == "device":
         return list(streams.values())
@@ -98,7 +98,7 @@ CALLS = {
 }
 
 
-def traced(program: Sequence[Step], done: Run) -> Trace:
+def make_trace(program: Sequence[Step], done: Run) -> Trace:
     """Return the trace that a profiler would write; waits are in the order of `done.waits`."""
     trace = Trace()
     pieces = iter(zip(done.launches, done.work, strict=True))

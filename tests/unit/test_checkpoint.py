@@ -59,14 +59,14 @@ class TestParts:
 
     def test_lm_head_is_the_embedding_only_with_tied_embeddings(self, tmp_path):
         """Without `tie_word_embeddings`, a checkpoint without an LM head is refused."""
-        tensors = build.tensors(build.TINY)
+        tensors = build.make_tensors(build.TINY)
         del tensors["lm_head.weight"]
         save_file(tensors, tmp_path / "model.safetensors")
-        tied = build.shape_like_tiny(tie_word_embeddings=True)
-        loaded = load_weights(open_source(tmp_path), tied, Layout(2), 1, build.layers(tied))
+        tied = build.make_shape(tie_word_embeddings=True)
+        loaded = load_weights(open_source(tmp_path), tied, Layout(2), 1, build.make_layers(tied))
         assert torch.equal(loaded.lm_head, tensors["model.embed_tokens.weight"][256:])
         with pytest.raises(ModelError, match=r"has no tensor 'lm_head\.weight'"):
-            load_weights(open_source(tmp_path), build.TINY, Layout(1), 0, build.layers(build.TINY))
+            load_weights(open_source(tmp_path), build.TINY, Layout(1), 0, build.make_layers(build.TINY))
 
 
 class TestRoutingBias:
@@ -77,19 +77,21 @@ class TestRoutingBias:
     def load_router(self, folder, tensors, dtype):
         """Return the routing of the first MoE layer, loaded in `dtype` from a checkpoint of these tensors."""
         save_file(tensors, folder / "model.safetensors")
-        return load_weights(open_source(folder, dtype), build.TINY, Layout(1), 0, build.layers(build.TINY)).moe[0].mlp
+        return (
+            load_weights(open_source(folder, dtype), build.TINY, Layout(1), 0, build.make_layers(build.TINY)).moe[0].mlp
+        )
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     def test_routing_bias_stays_fp32_for_every_model_dtype(self, tmp_path, dtype):
         """In bf16, 8 is followed by 8.0625: all biases between the two would be rounded to one of them."""
-        tensors = build.tensors(build.TINY)
+        tensors = build.make_tensors(build.TINY)
         published = 8 + torch.arange(8.0) / 256
         tensors[BIAS] = published
         assert torch.equal(self.load_router(tmp_path, tensors, dtype).bias, published)
 
     def test_adding_8_to_all_biases_chooses_the_same_experts(self, tmp_path):
         """A common offset of all scores changes no order; bf16 would round biases of 0.01 on 8 to 8."""
-        tensors = build.tensors(build.TINY)
+        tensors = build.make_tensors(build.TINY)
         logits_TE = torch.randn(1000, build.TINY.experts, generator=torch.Generator().manual_seed(0))
         rule, chosen = build.TINY, []
         for shift in (0, 8):
@@ -162,7 +164,7 @@ class TestErrors:
     def test_loading_a_model_stops_at_its_first_missing_tensor(self, folder):
         """A rank reads the embedding first."""
         with pytest.raises(ModelError, match=r"no tensor 'model.embed_tokens.weight'"):
-            load_weights(open_source(folder), build.TINY, Layout(1), 0, build.layers(build.TINY))
+            load_weights(open_source(folder), build.TINY, Layout(1), 0, build.make_layers(build.TINY))
 
     def test_folder_without_weights_is_refused(self, tmp_path):
         with pytest.raises(ModelError, match=r"holds neither model\.safetensors\.index\.json nor model\.safetensors"):

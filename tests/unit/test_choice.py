@@ -25,7 +25,7 @@ def engine():
     """Return an engine of one rank in a separate group, where exchanges merge nothing; session.py builds it in the
     same way.
     """
-    built = engine_builder.engine()
+    built = engine_builder.make_engine()
     built.select_path(*choice.get_initial_candidate(POINT))
     return built
 
@@ -128,7 +128,7 @@ class TestChoose:
 
 def test_report_has_the_chosen_candidate_and_its_lead(tmp_path):
     """50 against 55 µs: the next is 10 % slower."""
-    point = record_builder.point(Layout(4, dcp=4), backend="auto", exchange="auto", q_replicate=True)
+    point = record_builder.make_point(Layout(4, dcp=4), backend="auto", exchange="auto", q_replicate=True)
     found = Choice(
         backend="triton",
         exchange="symm",
@@ -138,9 +138,11 @@ def test_report_has_the_chosen_candidate_and_its_lead(tmp_path):
             Candidate(backend="flashinfer", exchange="symm", reason="is not installed"),
         ],
     )
-    record = record_builder.ok(point, choice=found)
+    record = record_builder.make_ok_record(point, choice=found)
     assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
-    read = dataframes.load_frames([record_builder.write(tmp_path, [record, record_builder.ok(record_builder.point())])])
+    read = dataframes.load_frames(
+        [record_builder.write_records(tmp_path, [record, record_builder.make_ok_record(record_builder.make_point())])]
+    )
     table = record_tables.build_choice_table(read)
     assert table.columns[-6:] == ["layout", "requested", "chosen", "others", "µs per layer", "next slower by"]
     (row,) = table.rows
@@ -156,5 +158,7 @@ def test_report_has_the_chosen_candidate_and_its_lead(tmp_path):
 
 def test_report_without_auto_has_an_empty_choice_table(tmp_path):
     """The report leaves out an empty table."""
-    read = dataframes.load_frames([record_builder.write(tmp_path, [record_builder.ok(record_builder.point())])])
+    read = dataframes.load_frames(
+        [record_builder.write_records(tmp_path, [record_builder.make_ok_record(record_builder.make_point())])]
+    )
     assert record_tables.build_choice_table(read).rows == []

@@ -31,7 +31,7 @@ from dcpbench.records.record import Emulated
 from dcpbench.serving.step_cases import Extent
 from dcpbench.serving.step_times import LINE, StepTimes, write_step_times
 from dcpbench.show import figure_style
-from tests.unit.step_times_builder import step_times
+from tests.unit.step_times_builder import make_step_times
 
 RESULTS = Path(__file__).parents[2] / "results"
 BENCHES = RESULTS / "decode-serving_2xH200_2026-11-26" / "wire"
@@ -406,7 +406,7 @@ def test_calibrate_measures_how_much_longer_prompts_take_on_all_gpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Expect 1.04, the median of 1.05 and 1.03 from two emulating GPUs; the calls of the given machine file are kept."""
-    live = step_times(SMALL)
+    live = make_step_times(SMALL)
     runs = [write_run(tmp_path / "live", live)]
     runs += [write_run(tmp_path / f"gpu-{shorter}", make_emulated(live, shorter)) for shorter in (1.05, 1.03)]
     first, out = tmp_path / "first.toml", tmp_path / "out.toml"
@@ -429,7 +429,7 @@ def test_calibrate_measures_how_much_longer_prompts_take_on_all_gpus(
 def test_calibrate_accepts_a_folder_with_benches_and_step_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    live = step_times(SMALL)
+    live = make_step_times(SMALL)
     write_run(tmp_path / "all" / "live", live)
     write_run(tmp_path / "all" / "alone", make_emulated(live, 1.05))
     shutil.copytree(BENCHES[0], tmp_path / "all" / "bench")
@@ -457,12 +457,12 @@ def test_calibrate_accepts_a_folder_with_benches_and_step_times(
 def test_calibrate_rejects_step_times_without_a_counterpart(
     files: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    live = step_times(SMALL)
+    live = make_step_times(SMALL)
     made = {
         "live": live,
         "alone": make_emulated(live, 1.05),
         "other": msgspec.structs.replace(make_emulated(live, 1.05), path=live.path | {"tp": 8}),
-        "cpu": step_times(SMALL, device="CPU"),
+        "cpu": make_step_times(SMALL, device="CPU"),
     }
     paths = [write_run(tmp_path / name, made[name]) if name in made else tmp_path / f"{name}.toml" for name in files]
     for path in paths:

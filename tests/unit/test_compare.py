@@ -79,7 +79,7 @@ class TestRealRecords:
         assert f"A and B hold the same records, {advice}" in judge_sides(two, copy, Options()).notes
 
         (one,), measured = read_side([DECODE / "run1"]), [r for r in two[0].records if r.outcome == "ok"]
-        build.write(tmp_path / "both", [*one.records, *measured[:3]])
+        build.write_records(tmp_path / "both", [*one.records, *measured[:3]])
         found = judge_sides(read_side([tmp_path / "both"]), copy, Options())
         assert f"A and B hold the same records of 3 of {len(found.points)} points, {advice}" in found.notes
         assert not any("same records" in note for note in judge_sides([one], two, Options()).notes)
@@ -116,9 +116,11 @@ class TestRealRecords:
 
 class TestMatching:
     def test_points_of_one_side_and_failed_points_are_listed(self, tmp_path: Path) -> None:
-        p = [build.point(Layout(4), concurrency=n) for n in (8, 16, 32)]
+        p = [build.make_point(Layout(4), concurrency=n) for n in (8, 16, 32)]
         found = compare_records(
-            tmp_path, [build.ok(p[0]), build.ok(p[1])], [build.ok(p[0]), build.failed(p[1]), build.ok(p[2])]
+            tmp_path,
+            [build.make_ok_record(p[0]), build.make_ok_record(p[1])],
+            [build.make_ok_record(p[0]), build.make_failed_record(p[1]), build.make_ok_record(p[2])],
         )
         assert [x.name for x in found.points] == ["kimi-k2 tp4 ep4 flashinfer, 8 × 4,000 tokens"]
         assert found.only_b == ["kimi-k2 tp4 ep4 flashinfer, 32 × 4,000 tokens"]
@@ -130,7 +132,7 @@ class TestMatching:
         )
 
     def test_repeats_are_measurements_of_one_point(self, tmp_path: Path) -> None:
-        a = [build.ok(build.point(repeat=n), median_ms=10) for n in range(3)]
+        a = [build.make_ok_record(build.make_point(repeat=n), median_ms=10) for n in range(3)]
         found = compare_records(tmp_path, a, a[:1])
         assert found.points[0].rows[0].repeats == (3, 1)
 
@@ -159,44 +161,46 @@ class TestMatching:
 
     def test_sides_on_different_gpus_are_compared(self, tmp_path: Path) -> None:
         """This is how the GPUs themselves are compared; the difference is listed."""
-        good = build.ok(build.point(Layout(4)))
+        good = build.make_ok_record(build.make_point(Layout(4)))
         assert good.environment is not None
         other = msgspec.structs.replace(good.environment, device="NVIDIA H100")
         found = compare_records(tmp_path, [good], [msgspec.structs.replace(good, environment=other, started_at="x")])
         assert [d.b for d in found.differences if d.what == "GPU"] == ["NVIDIA H100"]
 
     def test_latest_record_of_a_resumed_point_counts(self, tmp_path: Path) -> None:
-        old, new = (build.ok(build.point(), median_ms=ms, started_at=f"{ms}") for ms in (20, 10))
-        found = compare_records(tmp_path, [build.failed(build.point()), old, new], [new])
+        old, new = (build.make_ok_record(build.make_point(), median_ms=ms, started_at=f"{ms}") for ms in (20, 10))
+        found = compare_records(tmp_path, [build.make_failed_record(build.make_point()), old, new], [new])
         assert found.points[0].rows[0].ratio == 1
 
     def test_subfolders_are_launches_in_numerical_order(self, tmp_path: Path) -> None:
         for n in (10, 9, 1):
-            build.write(tmp_path / f"round-{n}", [build.ok(build.point())])
+            build.write_records(tmp_path / f"round-{n}", [build.make_ok_record(build.make_point())])
         assert [x.folder.name for x in read_side([tmp_path])] == ["round-1", "round-9", "round-10"]
 
     def test_repeated_folder_and_copied_record_count_once(self, tmp_path: Path) -> None:
-        one = build.write(tmp_path / "one", [build.ok(build.point())])
-        copy = build.write(tmp_path / "copy", [build.ok(build.point())])
-        other = build.write(tmp_path / "other", [build.ok(build.point(), started_at="later")])
+        one = build.write_records(tmp_path / "one", [build.make_ok_record(build.make_point())])
+        copy = build.write_records(tmp_path / "copy", [build.make_ok_record(build.make_point())])
+        other = build.write_records(tmp_path / "other", [build.make_ok_record(build.make_point(), started_at="later")])
         assert len(read_side([one, one])) == 1
         found = judge_sides(read_side([one, copy]), read_side([other]), Options())
         assert found.points[0].rows[0].launches == (1, 1)
 
     def test_copies_of_an_imported_run_count_once(self, tmp_path: Path) -> None:
         """Imports have no start time."""
-        record = msgspec.structs.replace(build.ok(build.point()), started_at="", origin="vllm")
-        sides = [read_side([build.write(tmp_path / side / str(i), [record]) for i in range(4)]) for side in "ab"]
+        record = msgspec.structs.replace(build.make_ok_record(build.make_point()), started_at="", origin="vllm")
+        sides = [
+            read_side([build.write_records(tmp_path / side / str(i), [record]) for i in range(4)]) for side in "ab"
+        ]
         assert judge_sides(*sides, Options()).points[0].rows[0].launches == (1, 1)
 
     def test_replays_with_the_same_step_times_are_one_measurement(self, tmp_path: Path) -> None:
         """The step times were measured once, independent of the number of replays."""
-        point = serving.point(changed={"mode": "replay"})
+        point = serving.make_point(changed={"mode": "replay"})
 
         def replay(name: str, moment: str) -> Path:
-            record = serving.served(point)
+            record = serving.make_served_record(point)
             conditions = msgspec.structs.replace(record.conditions, step_times="v3/step-times/x.json")
-            return build.write(
+            return build.write_records(
                 tmp_path / name, [msgspec.structs.replace(record, conditions=conditions, started_at=moment)]
             )
 
@@ -204,8 +208,14 @@ class TestMatching:
         assert {row.launches for row in found.points[0].rows if row.sampled} == {(1, 1)}
 
     def test_variants_are_matched_across_their_differing_field(self, tmp_path: Path) -> None:
-        a = [build.ok(build.point(Layout(4, 1, 4), exchange="ag_rs")), build.ok(build.point(Layout(4)))]
-        b = [build.ok(build.point(Layout(4, 1, 4), exchange="symm")), build.ok(build.point(Layout(4)))]
+        a = [
+            build.make_ok_record(build.make_point(Layout(4, 1, 4), exchange="ag_rs")),
+            build.make_ok_record(build.make_point(Layout(4))),
+        ]
+        b = [
+            build.make_ok_record(build.make_point(Layout(4, 1, 4), exchange="symm")),
+            build.make_ok_record(build.make_point(Layout(4))),
+        ]
         assert len(compare_records(tmp_path, a, b).points) == 1
         left, right = read_side([tmp_path / "a"]), read_side([tmp_path / "b"])
         assert sides.find_differing_fields(left, right) == ["exchange"]
@@ -218,22 +228,26 @@ class TestMatching:
         ]
 
     def test_ambiguous_and_unknown_across_fields_are_refused(self, tmp_path: Path) -> None:
-        a = [build.ok(build.point(Layout(4, 1, 4), exchange=x)) for x in ("ag_rs", "symm")]
+        a = [build.make_ok_record(build.make_point(Layout(4, 1, 4), exchange=x)) for x in ("ag_rs", "symm")]
         with pytest.raises(UsageError, match="several points of A become the same point"):
             compare_records(tmp_path, a, a, across=("exchange",))
         with pytest.raises(UsageError, match="--across exchang: no point has that"):
             compare_records(tmp_path, a, a, across=("exchang",))
 
     def test_points_can_be_matched_across_policy_and_not_across_mode(self, tmp_path: Path) -> None:
-        a = [serving.served(serving.point(changed={"policy": "mixed"}))]
-        b = [serving.served(serving.point(changed={"policy": "prefill-first"}))]
+        a = [serving.make_served_record(serving.make_point(changed={"policy": "mixed"}))]
+        b = [serving.make_served_record(serving.make_point(changed={"policy": "prefill-first"}))]
         assert len(compare_records(tmp_path, a, b, across=("policy",)).points) == 1
         with pytest.raises(UsageError, match="no point has that"):
             compare_records(tmp_path, a, b, across=("mode",))
 
     def test_error_without_common_points_lists_points_of_each_side(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"A has kimi-k2 tp4.*B has kimi-k2 tp2"):
-            compare_records(tmp_path, [build.ok(build.point(Layout(4)))], [build.ok(build.point(Layout(2)))])
+            compare_records(
+                tmp_path,
+                [build.make_ok_record(build.make_point(Layout(4)))],
+                [build.make_ok_record(build.make_point(Layout(2)))],
+            )
 
     def test_folder_without_records_raises_records_error(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match="name the folder of a run"):
@@ -287,7 +301,7 @@ class TestVerdicts:
         """
 
         def side(ms: float) -> list[Record]:
-            return [build.ok(build.point(repeat=n), median_ms=ms, noise=1e-4) for n in range(10)]
+            return [build.make_ok_record(build.make_point(repeat=n), median_ms=ms, noise=1e-4) for n in range(10)]
 
         found = compare_records(tmp_path, side(10), side(10.3))
         assert get_verdicts(found)["step_time"] == "UNDECIDED"
@@ -307,14 +321,14 @@ class TestVerdicts:
 
     def test_counts_are_compared_without_statistics(self, tmp_path: Path) -> None:
         """One more synchronisation in a step is MORE; memory within the margin is the same."""
-        p = build.point()
-        b = build.ok(p, host_syncs_per_step=1.0, memory_peak_bytes=int((131 << 30) * 1.005))
-        found = get_verdicts(compare_records(tmp_path, [build.ok(p)], [b]))
+        p = build.make_point()
+        b = build.make_ok_record(p, host_syncs_per_step=1.0, memory_peak_bytes=int((131 << 30) * 1.005))
+        found = get_verdicts(compare_records(tmp_path, [build.make_ok_record(p)], [b]))
         assert (found["syncs"], found["memory"], found["kv_capacity"]) == ("MORE", "SAME", "SAME")
 
     def test_cpu_times_are_judged_only_with_allow_cpu(self, tmp_path: Path) -> None:
-        p = build.point(model="tiny")
-        a, b = [build.on_cpu(p, median_ms=10)], [build.on_cpu(p, median_ms=20)]
+        p = build.make_point(model="tiny")
+        a, b = [build.make_cpu_record(p, median_ms=10)], [build.make_cpu_record(p, median_ms=20)]
         found = compare_records(tmp_path, a, b)
         assert found.cpu
         assert not found.performance
@@ -387,12 +401,12 @@ class TestVerdicts:
         """Write four launches of a forecast with these ends, and four measured ones that are 1.5 times as fast."""
         for side, on, by in (("a", "H200", 1.0), ("b", "", 1.5)):
             for n in range(4):
-                record = serving.served(
-                    serving.point(changed={"mode": "replay"}, emulate=on), faster=by * (1 + 0.001 * n)
+                record = serving.make_served_record(
+                    serving.make_point(changed={"mode": "replay"}, emulate=on), faster=by * (1 + 0.001 * n)
                 )
                 known = {} if ends is None else make_ends(record, ends)
                 modelled = make_emulated(**known) if on else None
-                build.write(
+                build.write_records(
                     folder / side / f"{n}",
                     [msgspec.structs.replace(record, emulated=modelled, started_at=f"{side}{n}")],
                 )
@@ -421,15 +435,20 @@ class TestVerdicts:
         assert {row.reason for row in self.make_served_launches(tmp_path, None).rows if row.sampled} == {NO_ENDS}
 
     def test_metric_missing_on_one_side_is_listed_as_not_compared(self, tmp_path: Path) -> None:
-        p = build.point()
-        found = compare_records(tmp_path, [build.ok(p)], [build.ok(p, host_syncs_per_step=None)])
+        p = build.make_point()
+        found = compare_records(
+            tmp_path, [build.make_ok_record(p)], [build.make_ok_record(p, host_syncs_per_step=None)]
+        )
         assert "syncs" not in get_verdicts(found)
         assert list(map(str, found.points[0].not_compared)) == ["host syncs (absent in B)"]
 
     def test_served_points_without_samples_are_undecided(self, tmp_path: Path) -> None:
-        point = serving.point()
+        point = serving.make_point()
         found = compare_records(
-            tmp_path, [serving.served(point)], [serving.served(point, faster=1.5)], launch_noise=0.02
+            tmp_path,
+            [serving.make_served_record(point)],
+            [serving.make_served_record(point, faster=1.5)],
+            launch_noise=0.02,
         )
         row = next(r for r in found.points[0].rows if r.metric == "tok_s")
         assert row.verdict == "UNDECIDED"
@@ -438,7 +457,7 @@ class TestVerdicts:
 
     def test_request_samples_give_the_interval_of_a_single_launch(self, tmp_path: Path) -> None:
         """B's 60 requests are those of A, each 1.2 times as long: the assumed noise of launches remains."""
-        point = serving.point()
+        point = serving.make_point()
 
         def side(name: str, factor: float) -> list[Run]:
             tokens = [[n + 0.5 * factor * (1 + n % 7) + 0.01 * factor * k for k in range(40)] for n in range(60)]
@@ -461,12 +480,12 @@ class TestVerdicts:
                 for n, times in enumerate(tokens)
             ]
             file = write_samples(tmp_path / name, point, rows)
-            record = serving.served(point)
+            record = serving.make_served_record(point)
             metrics = msgspec.structs.replace(
                 record.serve, samples_file=file, ttft_ms=Latencies(p50=2000 * factor, samples=60)
             )
             record = msgspec.structs.replace(record, serve=metrics, started_at=name)
-            return read_side([build.write(tmp_path / name, [record])])
+            return read_side([build.write_records(tmp_path / name, [record])])
 
         found = judge_sides(side("a", 1.0), side("b", 1.2), Options(metrics=("ttft_p50",), launch_noise=0.02))
         (row,) = found.points[0].rows
@@ -476,18 +495,23 @@ class TestVerdicts:
 
     def test_served_points_of_several_launches_need_no_samples(self, tmp_path: Path) -> None:
         """Throughput is higher and latencies are lower: all metrics are FASTER."""
-        point = serving.point()
+        point = serving.make_point()
         for side, by in (("a", 1.0), ("b", 1.2)):
             for n in range(4):
-                record = serving.served(point, faster=by * (1 + 0.001 * n))
-                build.write(tmp_path / side / f"{n}", [msgspec.structs.replace(record, started_at=f"{side}{n}")])
+                record = serving.make_served_record(point, faster=by * (1 + 0.001 * n))
+                build.write_records(
+                    tmp_path / side / f"{n}", [msgspec.structs.replace(record, started_at=f"{side}{n}")]
+                )
         found = judge_sides(read_side([tmp_path / "a"]), read_side([tmp_path / "b"]), Options())
         verdicts = get_verdicts(found)
         assert verdicts["tok_s"] == verdicts["itl_p50"] == verdicts["e2el_p50"] == "FASTER"
 
     def test_only_chosen_metrics_are_compared(self, tmp_path: Path) -> None:
         found = compare_records(
-            tmp_path, [build.ok(build.point())], [build.ok(build.point())], metrics=("slower", "memory")
+            tmp_path,
+            [build.make_ok_record(build.make_point())],
+            [build.make_ok_record(build.make_point())],
+            metrics=("slower", "memory"),
         )
         assert set(get_verdicts(found)) == {"step_time", "memory"}
 
@@ -496,7 +520,9 @@ class TestVerdicts:
         rng = np.random.default_rng(3)
         for n in range(6):
             for side, by in (("a", 1.0), ("b", 1.02)):
-                build.write(tmp_path / side / f"round-{n}", make_launch(rng, "normal", cv=0.001, faster=by / 1.03**n))
+                build.write_records(
+                    tmp_path / side / f"round-{n}", make_launch(rng, "normal", cv=0.001, faster=by / 1.03**n)
+                )
         a, b = read_side([tmp_path / "a"]), read_side([tmp_path / "b"])
         assert judge_sides(a, b, Options(metrics=("step_time",))).counts == {"UNDECIDED": 4}
         assert judge_sides(a, b, Options(metrics=("step_time",), paired=True)).counts == {"FASTER": 4}
@@ -506,10 +532,10 @@ class TestVerdicts:
 
 class TestDifferences:
     def test_differences_of_conditions_are_listed_with_both_values(self, tmp_path: Path) -> None:
-        p = build.point()
+        p = build.make_point()
         env = msgspec.structs.replace(build.GPU, driver="580.2", settings={"NCCL_ALGO": "Ring", "API_TOKEN": "s3cret"})
-        a = build.ok(p)
-        b = build.ok(
+        a = build.make_ok_record(p)
+        b = build.make_ok_record(
             p, environment=env, warnings=["throttled"], gpu=msgspec.structs.replace(a.gpu, sm_clock_mhz_min=1500)
         )
         found = compare_records(tmp_path, [a], [b])
@@ -524,7 +550,7 @@ class TestDifferences:
 
 def test_margin_is_stated_in_percent(tmp_path: Path) -> None:
     """A margin of 0.02 is 2 %."""
-    one = [build.ok(build.point(Layout(4)), steps=20)]
+    one = [build.make_ok_record(build.make_point(Layout(4)), steps=20)]
     assert "SAME: within 2 %." in comparison_text.format_method(
         compare_records(tmp_path, one, one, margin=0.02, launch_noise=0.02)
     )

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(("rules", "fails"), [("ttft_p99:5%", False), ("ttft_p99:5%,undecided", True)])
 def test_rule_without_a_compared_metric_is_unjudged_and_never_passes(tmp_path: Path, rules: str, fails: bool) -> None:
     """Decode has no TTFT, so that a regression can be neither shown nor excluded."""
-    p = build.point()
-    found = compare_records(tmp_path, [build.ok(p)], [build.ok(p)])
+    p = build.make_point()
+    found = compare_records(tmp_path, [build.make_ok_record(p)], [build.make_ok_record(p)])
     fail_on.apply_rules(found, fail_on.read_rules(rules))
     assert [f.rule for f in found.findings] == ["ttft_p99:5%"]
     assert found.findings[0].status == ("fails" if fails else "unjudged")
@@ -32,8 +32,8 @@ def test_undecided_rule_fails_exactly_the_undecided_rows(tmp_path: Path, rules: 
     """With one launch on each side, scatter between launches leaves times undecided; memory is counted, and it is the
     same.
     """
-    p = build.point()
-    found = compare_records(tmp_path / "level", [build.ok(p)], [build.ok(p)])
+    p = build.make_point()
+    found = compare_records(tmp_path / "level", [build.make_ok_record(p)], [build.make_ok_record(p)])
     fail_on.apply_rules(found, fail_on.read_rules(rules))
     undecided = [row for row in found.points[0].rows if row.verdict == "UNDECIDED"]
     assert undecided

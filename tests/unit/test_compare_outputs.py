@@ -66,11 +66,11 @@ def compare_goodput(tmp_path: Path, launches: int, goodput_s: float | None, ttft
         for i in range(launches):
             records = []
             for clients in (8, 32):
-                record = serving.served(serving.point(Layout(4), clients))
+                record = serving.make_served_record(serving.make_point(Layout(4), clients))
                 good, ttft = (goodput_s, ttft_ms) if (side, clients) == ("b", 32) else (3.0, 500.0)
                 serve = msgspec.structs.replace(record.serve, request_goodput=good, slo_ms={"ttft": ttft})
                 records.append(msgspec.structs.replace(record, started_at=f"{side}{i}", serve=serve))
-            folders.append(build.write(tmp_path / side / str(i), records))
+            folders.append(build.write_records(tmp_path / side / str(i), records))
         return sides.read_side(folders)
 
     return judge_sides(write_side("a"), write_side("b"), Options(metrics=("goodput",)))
@@ -78,8 +78,8 @@ def compare_goodput(tmp_path: Path, launches: int, goodput_s: float | None, ttft
 
 def test_markdown_has_a_tick_only_if_all_is_decided_and_not_worse(tmp_path: Path) -> None:
     """Times of a CPU are UNDECIDED, and an empty comparison decides nothing."""
-    p = build.point()
-    decided = compare_records(tmp_path, [build.ok(p)], [build.ok(p)])
+    p = build.make_point()
+    decided = compare_records(tmp_path, [build.make_ok_record(p)], [build.make_ok_record(p)])
     for point in decided.points:
         point.rows = [row for row in point.rows if row.verdict == "SAME"]
     assert decided.points[0].rows
@@ -92,8 +92,8 @@ def test_markdown_has_a_tick_only_if_all_is_decided_and_not_worse(tmp_path: Path
 
 def test_every_output_names_forecast_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The note is empty if all points were measured."""
-    own_point = build.point(Layout(4), concurrency=16)
-    a, b = ([make_forecast(ms, (0.1, 0.1)), build.ok(own_point)] for ms in (10, 8))
+    own_point = build.make_point(Layout(4), concurrency=16)
+    a, b = ([make_forecast(ms, (0.1, 0.1)), build.make_ok_record(own_point)] for ms in (10, 8))
     found = compare_records(tmp_path, a, b, launch_noise=0.02)
     note = comparison_text.format_forecast_note(found)
     assert note.startswith(
@@ -130,7 +130,9 @@ def test_gate_does_not_pass_undecided_forecasts(tmp_path: Path) -> None:
 
 def test_labels_of_a_forest_plot_are_complete_and_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The load, at the end of a label, differs between rows; intervals keep 3 inches next to it."""
-    one = build.ok(build.point(Layout(16, 2, 8), exchange="ag_rs_registered", concurrency=2048, context=1_000_000))
+    one = build.make_ok_record(
+        build.make_point(Layout(16, 2, 8), exchange="ag_rs_registered", concurrency=2048, context=1_000_000)
+    )
     figures = []
     monkeypatch.setattr(
         picture, "save_figure", lambda figure, *_: figures.append(figure) or figure.savefig(tmp_path / "f.png")
@@ -148,7 +150,7 @@ def test_labels_of_a_forest_plot_are_complete_and_fit(tmp_path: Path, monkeypatc
 
 def test_forest_plot_states_how_many_ratios_it_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare 61 points with one ratio each: 60 are drawn."""
-    records = [build.ok(build.point(Layout(2), concurrency=n)) for n in range(1, picture.MAX_ROWS + 2)]
+    records = [build.make_ok_record(build.make_point(Layout(2), concurrency=n)) for n in range(1, picture.MAX_ROWS + 2)]
     found = compare_records(tmp_path, records, records, launch_noise=0.02, metrics=("step_time",))
     titles: list[str] = []
     monkeypatch.setattr(picture, "save_figure", lambda figure, *_: titles.append(figure.axes[0].get_title(loc="left")))
@@ -162,13 +164,13 @@ def test_comparison_without_intervals_removes_the_forest_plot_of_an_older_one(tm
     """A plot of other runs next to compare.md would show ratios that are not in it."""
     for name in ("forest.png", "forest.svg", "mine.png"):
         (tmp_path / name).write_bytes(b"older")
-    one = build.ok(build.point())
+    one = build.make_ok_record(build.make_point())
     assert picture.draw(compare_records(tmp_path / "runs", [one], [one]), tmp_path) == []
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["mine.png"]
 
 
 def test_metric_that_no_point_has_is_named_in_a_note(tmp_path: Path) -> None:
-    one = build.ok(build.point())
+    one = build.make_ok_record(build.make_point())
     found = compare_records(tmp_path, [one], [one], metrics=("step_time", "ttft_p50"))
     assert [note for note in found.notes if "--metric" in note] == ["--metric ttft_p50: no point has it on both sides."]
     assert {row.metric for row in found.points[0].rows} == {"step_time"}
@@ -181,17 +183,21 @@ class TestGate:
         return found
 
     def test_one_more_sync_fails_a_limit_of_zero(self, tmp_path: Path) -> None:
-        p = build.point()
-        found = self.apply(tmp_path, "syncs:+0", build.ok(p), build.ok(p, host_syncs_per_step=1.0))
+        p = build.make_point()
+        found = self.apply(
+            tmp_path, "syncs:+0", build.make_ok_record(p), build.make_ok_record(p, host_syncs_per_step=1.0)
+        )
         (failure,) = found.fails
         assert failure.message == (
             "kimi-k2 tp1 flashinfer, 8 × 4,000 tokens: host syncs worse by more than +0: 0 → 1 /step"
         )
-        assert not self.apply(tmp_path, "syncs:+1", build.ok(p), build.ok(p, host_syncs_per_step=1.0)).fails
+        assert not self.apply(
+            tmp_path, "syncs:+1", build.make_ok_record(p), build.make_ok_record(p, host_syncs_per_step=1.0)
+        ).fails
 
     def test_rise_from_zero_has_no_ratio(self, tmp_path: Path) -> None:
-        p = build.point()
-        found = compare_records(tmp_path, [build.ok(p)], [build.ok(p, host_syncs_per_step=3.0)])
+        p = build.make_point()
+        found = compare_records(tmp_path, [build.make_ok_record(p)], [build.make_ok_record(p, host_syncs_per_step=3.0)])
         assert "host syncs MORE: 0 → 3 /step" in comparison_ci.format_github(found)
         assert "host syncs: 0 → 3 /step: MORE" in comparison_ci.format_junit(found)
 
@@ -241,8 +247,8 @@ class TestGate:
 
     def test_gate_with_single_launches_is_undecided(self, tmp_path: Path) -> None:
         """Single launches, 3 % slower with a limit of 2 %, cannot fail the rule."""
-        p = build.point()
-        a, b = build.ok(p, median_ms=10), build.ok(p, median_ms=10.3)
+        p = build.make_point()
+        a, b = build.make_ok_record(p, median_ms=10), build.make_ok_record(p, median_ms=10.3)
         found = self.apply(tmp_path, "slower:2%", a, b)
         assert [f.status for f in found.findings] == ["unjudged"]
         assert comparison_text.format_gate(found) == (
@@ -267,20 +273,27 @@ class TestGate:
         assert {f.status for f in found.findings} == {"fails"}
 
     def test_point_that_fails_only_in_b_fails_any_gate(self, tmp_path: Path) -> None:
-        p = [build.point(concurrency=n) for n in (8, 16)]
-        found = compare_records(tmp_path, [build.ok(x) for x in p], [build.ok(p[0]), build.failed(p[1])])
+        p = [build.make_point(concurrency=n) for n in (8, 16)]
+        found = compare_records(
+            tmp_path, [build.make_ok_record(x) for x in p], [build.make_ok_record(p[0]), build.make_failed_record(p[1])]
+        )
         fail_on.apply_rules(found, fail_on.read_rules("syncs:+0"))
         assert [f.rule for f in found.fails] == ["failed"]
 
     def test_point_missing_in_b_fails_the_missing_rule(self, tmp_path: Path) -> None:
-        p = [build.point(concurrency=n) for n in (8, 16)]
-        found = compare_records(tmp_path, [build.ok(x) for x in p], [build.ok(p[0])])
+        p = [build.make_point(concurrency=n) for n in (8, 16)]
+        found = compare_records(tmp_path, [build.make_ok_record(x) for x in p], [build.make_ok_record(p[0])])
         fail_on.apply_rules(found, fail_on.read_rules("missing"))
         assert [f.message for f in found.fails] == ["kimi-k2 tp1 flashinfer, 16 × 4,000 tokens: only in A"]
 
     def test_without_rules_nothing_fails(self, tmp_path: Path) -> None:
-        p = build.point()
-        assert self.apply(tmp_path, None, build.ok(p), build.ok(p, host_syncs_per_step=9.0)).findings == []
+        p = build.make_point()
+        assert (
+            self.apply(
+                tmp_path, None, build.make_ok_record(p), build.make_ok_record(p, host_syncs_per_step=9.0)
+            ).findings
+            == []
+        )
 
     @pytest.mark.parametrize(
         ("text", "advice"),
@@ -299,8 +312,8 @@ class TestGate:
             fail_on.read_rules(text)
 
     def test_rules_without_a_compared_metric_are_listed(self, tmp_path: Path) -> None:
-        p = build.point()
-        found = compare_records(tmp_path, [build.ok(p)], [build.ok(p)])
+        p = build.make_point()
+        found = compare_records(tmp_path, [build.make_ok_record(p)], [build.make_ok_record(p)])
         assert fail_on.list_unused(found, fail_on.read_rules("ttft_p99:5%,slower:2%")) == ["ttft_p99:5%"]
 
 
@@ -360,7 +373,7 @@ class TestOutputs:
         assert call("compare", tmp_path / "a1", tmp_path / "b1")[0] == 0, "nothing can fail without a gate"
 
     def test_json_is_the_only_output_on_stdout(self, tmp_path: Path, call) -> None:
-        one = build.write(tmp_path / "one", [build.ok(build.point())])
+        one = build.write_records(tmp_path / "one", [build.make_ok_record(build.make_point())])
         code, out, err = call("compare", one, one, "--json", "-o", tmp_path / "out")
         assert code == 0
         assert json.loads(out)["points"][0]["name"] == "kimi-k2 tp1 flashinfer, 8 × 4,000 tokens"
@@ -422,7 +435,7 @@ class TestOutputs:
             assert f"UNDECIDED, 1×: {needed} would decide it (+N in a row)." in text
 
     def test_invalid_options_give_one_line_of_advice(self, tmp_path: Path, call) -> None:
-        one = build.write(tmp_path / "one", [build.ok(build.point())])
+        one = build.write_records(tmp_path / "one", [build.make_ok_record(build.make_point())])
         for arguments, advice in (
             (["--margin", "x"], "give one such as --margin 1%"),
             (["--margin", "99%"], "from 0% to 50%"),
@@ -451,8 +464,8 @@ EVIL = "<script>alert(1)</script>|`$x^2$`\x1b[31m\n::error::x" + "long" * 1000
 class TestHostileRecords:
     def make_hostile_records(self) -> list[Record]:
         """Return records with hostile names and invalid numbers."""
-        p = build.point(model=EVIL, backend=EVIL, exchange=EVIL)
-        good = build.ok(build.point(Layout(2)))
+        p = build.make_point(model=EVIL, backend=EVIL, exchange=EVIL)
+        good = build.make_ok_record(build.make_point(Layout(2)))
         metrics = good.metrics
         found = []
         for n, value in enumerate((math.nan, math.inf, -1.0, 0.0, 1e308, 5e-324)):
@@ -493,14 +506,14 @@ class TestHostileRecords:
         assert picture.draw(found, tmp_path)
         assert "<script" not in (tmp_path / "forest.svg").read_text()
         json.loads(msgspec.json.encode(found))
-        mixed = [Run("a" + EVIL, tmp_path / "a", [*a[0].records, build.ok(build.point(Layout(4)))])]
+        mixed = [Run("a" + EVIL, tmp_path / "a", [*a[0].records, build.make_ok_record(build.make_point(Layout(4)))])]
         with pytest.raises(UsageError) as refused:
             judge_sides(mixed, b, Options())
         assert "\x1b" not in str(refused.value)
         assert len(str(refused.value)) < 1000
 
     def test_samples_file_outside_the_run_is_not_read(self, tmp_path: Path) -> None:
-        record = serving.served(serving.point())
+        record = serving.make_served_record(serving.make_point())
         row = Row(
             number=0,
             outcome=FINISHED,
@@ -532,11 +545,11 @@ class TestHostileRecords:
     def test_too_many_points_are_refused_and_long_names_are_cut(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        long = build.ok(build.point(model="m" * 10_000_000))
+        long = build.make_ok_record(build.make_point(model="m" * 10_000_000))
         (point,) = compare_records(tmp_path / "x", [long], [long]).points
         assert len(point.name) <= 320
         monkeypatch.setattr(sides, "MAX_POINTS", 1)
-        two = [build.ok(build.point(concurrency=n)) for n in (8, 16)]
+        two = [build.make_ok_record(build.make_point(concurrency=n)) for n in (8, 16)]
         with pytest.raises(UsageError, match="2 points are in both, more than the 1"):
             compare_records(tmp_path / "y", two, two)
 
@@ -567,8 +580,8 @@ def test_first_twenty_differences_are_listed_and_others_counted(count: int, last
 )
 def test_points_left_out_on_a_terminal_are_counted_by_verdict(tmp_path: Path, more: int, expected: str | None) -> None:
     """Forty points are shown; a slower one may be among the others."""
-    p = build.point()
-    found = compare_records(tmp_path, [build.ok(p)], [build.ok(p)])
+    p = build.make_point()
+    found = compare_records(tmp_path, [build.make_ok_record(p)], [build.make_ok_record(p)])
     (one,) = found.points
     one.rows = [row for row in one.rows if row.verdict == "SAME"]
     slower = msgspec.structs.replace(one, rows=[msgspec.structs.replace(one.rows[0], verdict="SLOWER"), *one.rows])
@@ -582,7 +595,7 @@ def test_points_left_out_on_a_terminal_are_counted_by_verdict(tmp_path: Path, mo
 
 def test_latency_of_zero_counts_as_not_measured(tmp_path: Path) -> None:
     """Zero has no logarithm; counts can be 0."""
-    record = build.ok(build.point())
+    record = build.make_ok_record(build.make_point())
     assert record.metrics is not None
     none = msgspec.structs.replace(record.metrics.step_ms, median=0.0)
     record = msgspec.structs.replace(record, metrics=msgspec.structs.replace(record.metrics, step_ms=none))
@@ -602,7 +615,10 @@ def test_latency_of_zero_counts_as_not_measured(tmp_path: Path) -> None:
 )
 def test_round_of_ab_is_summarised_in_one_line(tmp_path: Path, faster: list[float | None], expected: str) -> None:
     """A takes 10 ms a step; B is this many times as fast, or did not run. Medians are those of synthetic samples."""
-    points = [build.point(context=1000 * (n + 1)) for n in range(len(faster))]
-    a = [build.ok(p, median_ms=10.0) for p in points]
-    b = [build.ok(p, median_ms=10.0 / x) if x else build.failed(p) for p, x in zip(points, faster, strict=True)]
+    points = [build.make_point(context=1000 * (n + 1)) for n in range(len(faster))]
+    a = [build.make_ok_record(p, median_ms=10.0) for p in points]
+    b = [
+        build.make_ok_record(p, median_ms=10.0 / x) if x else build.make_failed_record(p)
+        for p, x in zip(points, faster, strict=True)
+    ]
     assert rounds.format_round(Run("a", tmp_path, a), Run("b", tmp_path, b)) == expected

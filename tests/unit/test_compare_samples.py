@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dcpbench.records.metrics import Metric
 
 CLIENTS = 4
-RECORD = served.served(served.point(concurrency=CLIENTS))
+RECORD = served.make_served_record(served.make_point(concurrency=CLIENTS))
 
 
 def get_metric(name: str) -> Metric:

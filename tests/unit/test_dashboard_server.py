@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 def watcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> watching.Watcher:
     """Return two runs and their site; a page is a file with the name of its run."""
     monkeypatch.setattr(pages, "_write_page", lambda folder, run: (folder / pages.PAGE).write_text(run.name) and "")
-    runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+    runs = dashboard_builder.write_history(tmp_path / "runs", runs=2, count=1)
     made = watching.Watcher(runs, tmp_path / "site", print)
     made.refresh()
     (tmp_path / "secret.txt").write_text("secret")
@@ -161,7 +161,7 @@ class TestFollowing:
         before = client.get("/live.json").json()["index"]
         client.get("/runs/run-001/report.html")
         assert not watcher.refresh()
-        more = dashboard_builder.record(record_builder.point(Layout(4, 4)), 1)
+        more = dashboard_builder.make_record(record_builder.make_point(Layout(4, 4)), 1)
         with (watcher.root / "run-001" / "records.jsonl").open("ab") as f:
             f.write(msgspec.json.encode(more) + b"\n")
         assert watcher.refresh()
@@ -190,7 +190,7 @@ class TestFollowing:
     def test_running_runs_have_the_progress_of_top(self, client: Client, watcher: watching.Watcher) -> None:
         """Three of 5 points have a record, and the fourth is measured; the last line of events is incomplete."""
         folder = watcher.root / "running"
-        points = [record_builder.point(concurrency=n) for n in (1, 2, 3, 4, 5)]
+        points = [record_builder.make_point(concurrency=n) for n in (1, 2, 3, 4, 5)]
         job = Job(kind="sweep", tag="tp1", folder=str(folder), device="cpu", points=points, settings=Settings())
         runs = running.RunningRuns(watcher.root)
         with lock_folder(folder):
@@ -200,9 +200,9 @@ class TestFollowing:
             (one,) = runs.read_states()
             assert one.now is not None
             assert (one.ok + one.failed, one.total, one.eta, one.now.stage) == (0, 5, None, "start")
-            RecordFile(folder).append(record_builder.ok(points[0]))
+            RecordFile(folder).append(record_builder.make_ok_record(points[0]))
             for point in points[1:3]:
-                RecordFile(folder).append(record_builder.failed(point))
+                RecordFile(folder).append(record_builder.make_failed_record(point))
             write_progress(job, "done", points[0], index=0)
             write_progress(job, "measure", points[3], index=3, note="9.1 ms")
             with job.get_progress_path().open("ab") as f:
@@ -216,13 +216,13 @@ class TestFollowing:
             assert shown["title"].startswith("running: 3 of 5 points · 2 failed · 2 left · ")
             assert shown["note"].startswith(f"{format_point_name(points[3])} · measure for ")
             for point in points[3:]:
-                RecordFile(folder).append(record_builder.ok(point))
+                RecordFile(folder).append(record_builder.make_ok_record(point))
             assert runs.read_states() == []
 
     def test_points_of_several_jobs_are_summed_and_missing_files_ignored(self, tmp_path: Path) -> None:
         """A run has a job for each number of GPUs; the file of one may be deleted while they are listed."""
         for age, gpus in enumerate((8, 1, 4)):
-            points = [record_builder.point(concurrency=n) for n in range(1, gpus + 1)]
+            points = [record_builder.make_point(concurrency=n) for n in range(1, gpus + 1)]
             job = Job(
                 kind="sweep", tag=f"tp{gpus}", folder=str(tmp_path), device="cpu", points=points, settings=Settings()
             )
@@ -236,7 +236,7 @@ class TestFollowing:
 
     def test_job_of_a_dead_command_is_not_running(self, tmp_path: Path) -> None:
         """A killed run leaves its lock file with a process id that no longer lives."""
-        points = [record_builder.point()]
+        points = [record_builder.make_point()]
         job = Job(kind="sweep", tag="tp1", folder=str(tmp_path), device="cpu", points=points, settings=Settings())
         job.get_path().write_bytes(msgspec.json.encode(job))
         write_progress(job, "start")
@@ -260,7 +260,7 @@ def start_server(runs: Path, *args: str) -> tuple[subprocess.Popen[str], str]:
 
 class TestCommand:
     def test_serve_binds_loopback_follows_runs_and_ends_with_ctrl_c(self, tmp_path: Path) -> None:
-        runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=2, count=1)
         process, address = start_server(runs, "--port", "0")
         try:
             with urllib.request.urlopen(f"http://{address}/live.json") as answer:
@@ -269,7 +269,7 @@ class TestCommand:
             assert host == "127.0.0.1"
             with pytest.raises(ConnectionRefusedError):  # another loopback address than the bound one
                 socket.create_connection(("127.0.0.2", int(port)))
-            dashboard_builder.history(runs / "new", runs=1, count=2)
+            dashboard_builder.write_history(runs / "new", runs=1, count=2)
             now = before
             while now == before:
                 time.sleep(0.2)
@@ -283,7 +283,7 @@ class TestCommand:
         assert err.rstrip().endswith("Ended.")
 
     def test_error_for_an_occupied_port_names_a_free_one(self, tmp_path: Path) -> None:
-        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=1, count=1)
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
@@ -293,7 +293,7 @@ class TestCommand:
         assert f"--port {port}" not in str(error.value)
 
     def test_temporary_site_is_removed_at_exit(self, tmp_path: Path) -> None:
-        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=1, count=1)
         before = os.environ.get("TMPDIR")
         os.environ["TMPDIR"] = str(tmp_path / "tmp")
         (tmp_path / "tmp").mkdir()
@@ -315,7 +315,7 @@ class TestCommand:
             dashboard.serve(tmp_path, port=0)
 
     def test_site_inside_or_above_the_runs_is_refused(self, tmp_path: Path) -> None:
-        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=1, count=1)
         for out in (runs, tmp_path):
             with pytest.raises(OutputError, match="give another folder with -o"):
                 dashboard.build(runs, out)
@@ -326,7 +326,7 @@ class TestCommand:
             (1, "1 run, 1 point with 1 outcome, 0 changes; "),
             (2, "2 runs, 1 point with 2 outcomes, 0 "),
         ):
-            runs = dashboard_builder.history(tmp_path / f"runs-{count}", runs=count, count=1)
+            runs = dashboard_builder.write_history(tmp_path / f"runs-{count}", runs=count, count=1)
             assert dashboard.build(runs, tmp_path / f"site-{count}") == 0
             assert capsys.readouterr().out.startswith(expected)
 

@@ -46,7 +46,7 @@ def quick_pages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def data(out: Path, name: str) -> Any:
+def read_data(out: Path, name: str) -> Any:
     """Return the content of a data file of the site; histories have numbers."""
     (path,) = (out / "data").glob(f"{name}-*.js")
     text = path.read_text()
@@ -55,7 +55,7 @@ def data(out: Path, name: str) -> Any:
     return json.loads(text[len(start) :].removesuffix(");\n"))
 
 
-def tree(out: Path) -> dict[str, bytes]:
+def read_tree(out: Path) -> dict[str, bytes]:
     return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
 
 
@@ -63,8 +63,8 @@ def test_progress_counts_new_pages_only(tmp_path: Path, monkeypatch: pytest.Monk
     """Pages are made from the newest run on; a page that the site holds is not counted."""
     monkeypatch.setattr(site, "make_rate_limited", lambda on_progress: on_progress)
     for run in range(3):
-        found = [dashboard_builder.record(record_builder.point(), run)]
-        record_builder.write(tmp_path / "runs" / f"run-{run}", found)
+        found = [dashboard_builder.make_record(record_builder.make_point(), run)]
+        record_builder.write_records(tmp_path / "runs" / f"run-{run}", found)
     messages: list[str] = []
     site.build(tmp_path / "runs", tmp_path / "site", on_progress=messages.append, newest=1)
     site.build(tmp_path / "runs", tmp_path / "site", on_progress=messages.append)
@@ -74,16 +74,16 @@ def test_progress_counts_new_pages_only(tmp_path: Path, monkeypatch: pytest.Monk
 
 class TestRunDiscovery:
     def test_runs_are_found_at_any_depth_oldest_first(self, tmp_path: Path) -> None:
-        point = record_builder.point()
-        record_builder.write(tmp_path / "runs" / "b" / "deep", [dashboard_builder.record(point, 1)])
-        record_builder.write(tmp_path / "runs" / "z", [dashboard_builder.record(point, 0)])
+        point = record_builder.make_point()
+        record_builder.write_records(tmp_path / "runs" / "b" / "deep", [dashboard_builder.make_record(point, 1)])
+        record_builder.write_records(tmp_path / "runs" / "z", [dashboard_builder.make_record(point, 0)])
         found = discovery.load_runs(tmp_path / "runs", {}, print)
         assert [(run.name, run.slug) for run in found.runs] == [("z", "z"), ("b/deep", "b~deep")]
         assert [run.date for run in found.runs] == ["2026-01-05T06:00:00Z", "2026-01-06T06:00:00Z"]
 
     def test_broken_run_is_skipped_with_a_reason(self, tmp_path: Path) -> None:
         root = tmp_path / "its builder's"
-        good = dashboard_builder.record(record_builder.point(), 0)
+        good = dashboard_builder.make_record(record_builder.make_point(), 0)
         line = msgspec.json.encode(good)
         broken = {
             "empty": b"",
@@ -99,7 +99,7 @@ class TestRunDiscovery:
         for name, content in broken.items():
             (root / name).mkdir(parents=True)
             (root / name / "records.jsonl").write_bytes(content)
-        record_builder.write(root / "good", [good])
+        record_builder.write_records(root / "good", [good])
         found = discovery.load_runs(root, {}, print)
         assert [run.name for run in found.runs] == ["damaged", "good"], "one line of the former can be read"
         assert {sentence.partition(":")[0] for sentence in found.skipped} == set(broken)
@@ -107,25 +107,25 @@ class TestRunDiscovery:
         assert str(tmp_path) not in " ".join(found.skipped), "a site has no paths of the machine that built it"
 
     def test_a_copy_of_a_run_is_counted_once(self, tmp_path: Path) -> None:
-        record_builder.write(tmp_path / "a", [dashboard_builder.record(record_builder.point(), 0)])
+        record_builder.write_records(tmp_path / "a", [dashboard_builder.make_record(record_builder.make_point(), 0)])
         shutil.copytree(tmp_path / "a", tmp_path / "b")
         found = discovery.load_runs(tmp_path, {}, print)
         assert [run.name for run in found.runs] == ["a"]
         assert found.skipped == ["b: the same records as a"]
 
     def test_copies_of_records_in_a_site_are_not_runs(self, tmp_path: Path) -> None:
-        runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=2, count=1)
         site.build(runs, runs / "site")
         assert [run.name for run in discovery.load_runs(runs, {}, print).runs] == ["run-000", "run-001"]
 
     def test_a_folder_without_runs_does_not_empty_a_site_that_has_pages(self, tmp_path: Path) -> None:
-        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=1, count=1)
         site.build(runs, tmp_path / "site")
-        before = tree(tmp_path / "site")
+        before = read_tree(tmp_path / "site")
         (tmp_path / "other").mkdir()
         with pytest.raises(RecordsError, match=r"other holds no run .* is left as it is"):
             site.build(tmp_path / "other", tmp_path / "site", force=True, emptied=False)
-        assert tree(tmp_path / "site") == before
+        assert read_tree(tmp_path / "site") == before
 
     def test_a_path_that_is_no_folder_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="is no folder"):
@@ -151,29 +151,29 @@ def count_lines(*records: Record) -> int:
 
 class TestLines:
     def test_records_of_other_hardware_or_drivers_are_separate_lines(self) -> None:
-        point = record_builder.point()
-        one = dashboard_builder.record(point, 0)
+        point = record_builder.make_point()
+        one = dashboard_builder.make_record(point, 0)
         others = [
-            dashboard_builder.record(point, 0, environment=dashboard_builder.environment(0, **changed))
+            dashboard_builder.make_record(point, 0, environment=dashboard_builder.make_environment(0, **changed))
             for changed in ({"device": "NVIDIA B200"}, {"driver": "999.1"}, {"device_count": 8})
         ]
         assert count_lines(one, *others) == 4
 
     def test_live_and_replayed_records_are_separate_lines(self) -> None:
-        live = serve_record_builder.served(serve_record_builder.point())
-        replay = serve_record_builder.served(serve_record_builder.point(changed={"mode": "replay"}))
+        live = serve_record_builder.make_served_record(serve_record_builder.make_point())
+        replay = serve_record_builder.make_served_record(serve_record_builder.make_point(changed={"mode": "replay"}))
         assert count_lines(live, replay) == 2
 
     def test_settings_that_change_figures_make_separate_lines(self) -> None:
-        point = record_builder.point()
-        plain = dashboard_builder.record(point, 0)
+        point = record_builder.make_point()
+        plain = dashboard_builder.make_record(point, 0)
         pool = msgspec.structs.replace(plain, measured_with={"kv_memory_bytes": 8 << 30})
-        nccl = dashboard_builder.environment(0, settings={"NCCL_GRAPH_MIXING_SUPPORT": "0"})
+        nccl = dashboard_builder.make_environment(0, settings={"NCCL_GRAPH_MIXING_SUPPORT": "0"})
         imported = msgspec.structs.replace(plain, origin="vllm")
         assert count_lines(plain, pool, msgspec.structs.replace(plain, environment=nccl), imported) == 4
 
     def test_unknown_fields_of_an_import_are_left_out_of_the_description(self) -> None:
-        point = serve_record_builder.point(
+        point = serve_record_builder.make_point(
             backend="vllm",
             ep="unknown",
             dtype="unknown",
@@ -183,7 +183,7 @@ class TestLines:
             interleave=0,
             changed={"chunk": 0, "policy": "unknown", "prefill": "unknown"},
         )
-        served = serve_record_builder.served(serve_record_builder.point())
+        served = serve_record_builder.make_served_record(serve_record_builder.make_point())
         (line,) = series.collect_lines([msgspec.structs.replace(served, point=point, origin="vllm", environment=None)])
         description = series.describe_line(line)
         assert (description["how"], description["conditions"]) == ("vllm · 96 requests", f"{_objectives()}, from vllm")
@@ -199,12 +199,12 @@ class TestLines:
     )
     def test_line_description_ends_with_the_precision(self, precision: dict[str, str], expected: str) -> None:
         """The compute type alone would be `bf16` also for a line with fp8 weights."""
-        point = record_builder.point(**({"dtype": "bf16"} | precision))
-        (line,) = series.collect_lines([dashboard_builder.record(point, 0)])
+        point = record_builder.make_point(**({"dtype": "bf16"} | precision))
+        (line,) = series.collect_lines([dashboard_builder.make_record(point, 0)])
         assert str(series.describe_line(line)["how"]).split(" · ")[-1] == expected
 
     def test_environment_variables_of_all_lines_are_left_out_of_conditions(self) -> None:
-        (line,) = series.collect_lines([dashboard_builder.record(record_builder.point(), 0)])
+        (line,) = series.collect_lines([dashboard_builder.make_record(record_builder.make_point(), 0)])
         both = ("KV memory 8 GiB", "from vllm", "NCCL_NVLS_ENABLE=0")
         lines = [dataclasses.replace(line, conditions=(*both, *own)) for own in (["NCCL_GRAPH_MIXING_SUPPORT=0"], [])]
         shared = series.find_shared_settings(lines)
@@ -215,21 +215,21 @@ class TestLines:
 
     def test_commits_versions_and_repeats_make_no_separate_lines(self) -> None:
         """Commits and versions are the axis of a history; repeats are summarised in one entry."""
-        first = dashboard_builder.record(record_builder.point(), 0)
-        again = dashboard_builder.record(record_builder.point(repeat=1), 1)
-        newer = dashboard_builder.environment(2, torch="2.12")
+        first = dashboard_builder.make_record(record_builder.make_point(), 0)
+        again = dashboard_builder.make_record(record_builder.make_point(repeat=1), 1)
+        newer = dashboard_builder.make_environment(2, torch="2.12")
         found = series.collect_lines([first, again, msgspec.structs.replace(first, environment=newer)])
         assert [entry.repeats for entry in found.values()] == [3]
 
     def test_a_rejected_point_takes_the_hardware_of_its_run(self) -> None:
-        ok = dashboard_builder.record(record_builder.point(), 0)
-        rejected = record_builder.rejected(record_builder.point(Layout(4)))
+        ok = dashboard_builder.make_record(record_builder.make_point(), 0)
+        rejected = record_builder.make_rejected_record(record_builder.make_point(Layout(4)))
         assert {line.hardware for line in series.collect_lines([ok, rejected])} == {"4 × NVIDIA H200"}
 
     def test_repeats_are_the_median_with_the_envelope_of_their_intervals(self) -> None:
         """Steps of 10, 12 and 11 ms: the median is 11, the interval reaches from the lowest to the highest."""
         found = [
-            record_builder.ok(record_builder.point(repeat=i), median_ms=ms, steps=30)
+            record_builder.make_ok_record(record_builder.make_point(repeat=i), median_ms=ms, steps=30)
             for i, ms in enumerate((10.0, 12.0, 11.0))
         ]
         (entry,) = series.collect_lines(found).values()
@@ -239,8 +239,11 @@ class TestLines:
         assert entry.values["step_ms"].high == max(s.high for s in steps)
 
     def test_failed_repeat_is_counted_in_the_reason_of_an_ok_entry(self) -> None:
-        point = record_builder.point()
-        records = [dashboard_builder.record(point, 0), record_builder.failed(record_builder.point(repeat=1))]
+        point = record_builder.make_point()
+        records = [
+            dashboard_builder.make_record(point, 0),
+            record_builder.make_failed_record(record_builder.make_point(repeat=1)),
+        ]
         (entry,) = series.collect_lines(records).values()
         assert entry.outcome == "ok"
         assert entry.reason.startswith("1 of 2 repeats did not finish")
@@ -248,60 +251,60 @@ class TestLines:
 
 class TestData:
     def test_a_step_of_5_percent_is_marked_with_its_runs(self, tmp_path: Path) -> None:
-        built = site.build(dashboard_builder.history(tmp_path / "runs", count=2, step_at=25), tmp_path / "site")
+        built = site.build(dashboard_builder.write_history(tmp_path / "runs", count=2, step_at=25), tmp_path / "site")
         assert (built.runs, built.points, built.entries) == (40, 2, 80)
-        found = data(tmp_path / "site", "measure-output_tok_s_per_gpu")
+        found = read_data(tmp_path / "site", "measure-output_tok_s_per_gpu")
         (change,) = found["changes"]
         line, before, after, ratio, low, high, *_ = change
         assert (before, after) == (24, 25)
         assert low < 0.95 < high
         assert ratio == pytest.approx(0.95, abs=0.015)
-        history = data(tmp_path / "site", "history-0")[line]
+        history = read_data(tmp_path / "site", "history-0")[line]
         assert history["changes"]["step_ms"][0][:2] == [24, 25]
         assert sum(history["run"]) == 39, "runs are kept as distances: 0, 1, 1, … to the 39th"
 
     def test_values_are_those_of_the_records(self, tmp_path: Path) -> None:
-        record = dashboard_builder.record(record_builder.point(Layout(4, 1, 4)), 0)
-        record_builder.write(tmp_path / "runs" / "a", [record])
+        record = dashboard_builder.make_record(record_builder.make_point(Layout(4, 1, 4)), 0)
+        record_builder.write_records(tmp_path / "runs" / "a", [record])
         site.build(tmp_path / "runs", tmp_path / "site")
         assert record.metrics is not None
-        found = data(tmp_path / "site", "measure-step_ms")
+        found = read_data(tmp_path / "site", "measure-step_ms")
         interval = record.metrics.step_ms
         for name, value in (("value", interval.median), ("low", interval.low), ("high", interval.high)):
             assert found[name] == [pytest.approx(value, rel=1e-4)]
-        per_gpu = data(tmp_path / "site", "measure-output_tok_s_per_gpu")["value"]
+        per_gpu = read_data(tmp_path / "site", "measure-output_tok_s_per_gpu")["value"]
         assert per_gpu == [pytest.approx(record.metrics.output_tok_s_per_gpu, rel=1e-4)]
-        index = data(tmp_path / "site", "index")
+        index = read_data(tmp_path / "site", "index")
         assert index["words"]["layout"] == ["tp4·dcp4"]
         assert index["lines"]["context"] == [4000]
 
     def test_functional_runs_are_marked_and_have_no_changes(self, tmp_path: Path) -> None:
         for run in range(12):
             slow = 40.0 if run < 6 else 60.0
-            point = record_builder.point(Layout(8), model="tiny", backend="reference", dtype="float32")
-            record_builder.write(
-                tmp_path / "runs" / f"{run}", [record_builder.on_cpu(point, median_ms=slow + run / 100)]
+            point = record_builder.make_point(Layout(8), model="tiny", backend="reference", dtype="float32")
+            record_builder.write_records(
+                tmp_path / "runs" / f"{run}", [record_builder.make_cpu_record(point, median_ms=slow + run / 100)]
             )
         built = site.build(tmp_path / "runs", tmp_path / "site")
-        index = data(tmp_path / "site", "index")
+        index = read_data(tmp_path / "site", "index")
         assert built.changes == 0
         assert index["lines"]["cpu"] == [1]
         assert set(index["runs"]["cpu"]) == {1}
         assert "nothing about performance" in index["runs"]["headline"][0]
 
     def test_hostile_strings_stay_data(self, tmp_path: Path) -> None:
-        point = record_builder.point(model=HOSTILE, backend=HOSTILE)
-        where = dashboard_builder.environment(0, device=HOSTILE, driver=HOSTILE, git_commit=HOSTILE)
-        record = dashboard_builder.record(point, 0, environment=where, warnings=[HOSTILE])
-        failed = record_builder.failed(record_builder.point(model="x" * 10_000_000), reason=HOSTILE)
-        record_builder.write(tmp_path / "runs" / "a<b>", [record, failed])
+        point = record_builder.make_point(model=HOSTILE, backend=HOSTILE)
+        where = dashboard_builder.make_environment(0, device=HOSTILE, driver=HOSTILE, git_commit=HOSTILE)
+        record = dashboard_builder.make_record(point, 0, environment=where, warnings=[HOSTILE])
+        failed = record_builder.make_failed_record(record_builder.make_point(model="x" * 10_000_000), reason=HOSTILE)
+        record_builder.write_records(tmp_path / "runs" / "a<b>", [record, failed])
         site.build(tmp_path / "runs", tmp_path / "site")
-        for name, content in tree(tmp_path / "site").items():
+        for name, content in read_tree(tmp_path / "site").items():
             if name.startswith(("data/", "index", "site")):
                 assert b"<script>globalThis" not in content
                 assert b"onerror" not in content or b"\\u003cimg" in content
                 assert len(content) < 100_000, "long strings are cut"
-        assert HOSTILE in data(tmp_path / "site", "index")["words"]["model"]
+        assert HOSTILE in read_data(tmp_path / "site", "index")["words"]["model"]
 
     def test_nan_and_infinity_become_null(self) -> None:
         from dcpbench.dashboard.data import _to_json_number
@@ -323,16 +326,16 @@ class TestData:
 
 class TestBuildingAgain:
     def test_unchanged_runs_keep_their_pages(self, tmp_path: Path, quick_pages: list[str]) -> None:
-        runs = dashboard_builder.history(tmp_path / "runs", runs=3, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=3, count=1)
         assert site.build(runs, tmp_path / "site").pages_made == 3
-        dashboard_builder.history(runs / "new", runs=1, count=2)
+        dashboard_builder.write_history(runs / "new", runs=1, count=2)
         again = site.build(runs, tmp_path / "site")
         assert (again.pages_made, again.pages_kept) == (1, 3)
         assert quick_pages[3:] == ["new/run-000"]
         assert site.build(runs, tmp_path / "site", force=True).pages_made == 4
 
     def test_only_the_newest_runs_get_pages_and_older_pages_stay(self, tmp_path: Path, quick_pages: list[str]) -> None:
-        runs = dashboard_builder.history(tmp_path / "runs", runs=5, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=5, count=1)
         first = site.build(runs, tmp_path / "site", newest=2)
         assert (first.runs, first.pages_made, first.pages_left) == (5, 2, 3)
         assert quick_pages == ["run-004", "run-003"]
@@ -343,9 +346,9 @@ class TestBuildingAgain:
         assert (third.pages_made, third.pages_kept, third.pages_left) == (1, 4, 0)
 
     def test_a_run_that_grew_gets_a_new_page_and_records(self, tmp_path: Path, quick_pages: list[str]) -> None:
-        runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=2, count=1)
         site.build(runs, tmp_path / "site")
-        more = dashboard_builder.record(record_builder.point(Layout(4, 4)), 1)
+        more = dashboard_builder.make_record(record_builder.make_point(Layout(4, 4)), 1)
         with (runs / "run-001" / "records.jsonl").open("ab") as f:
             f.write(msgspec.json.encode(more) + b"\n")
         site.build(runs, tmp_path / "site")
@@ -355,25 +358,25 @@ class TestBuildingAgain:
 
     def test_the_same_runs_make_the_same_files(self, tmp_path: Path) -> None:
         """The second site is made from another folder, with other file times, and over an older site."""
-        one = dashboard_builder.history(tmp_path / "one" / "runs", runs=4, count=3)
+        one = dashboard_builder.write_history(tmp_path / "one" / "runs", runs=4, count=3)
         site.build(one, tmp_path / "a")
         shutil.copytree(one, tmp_path / "two" / "runs", copy_function=shutil.copyfile)
-        dashboard_builder.history(tmp_path / "two" / "runs" / "more", runs=1, count=1)
+        dashboard_builder.write_history(tmp_path / "two" / "runs" / "more", runs=1, count=1)
         site.build(tmp_path / "two" / "runs", tmp_path / "b")
-        assert tree(tmp_path / "a") != tree(tmp_path / "b")
+        assert read_tree(tmp_path / "a") != read_tree(tmp_path / "b")
         shutil.rmtree(tmp_path / "two" / "runs" / "more")
         site.build(tmp_path / "two" / "runs", tmp_path / "b")
-        assert tree(tmp_path / "a") == tree(tmp_path / "b")
+        assert read_tree(tmp_path / "a") == read_tree(tmp_path / "b")
 
     def test_unchanged_files_keep_their_modification_times(self, tmp_path: Path) -> None:
-        runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=2, count=1)
         site.build(runs, tmp_path / "site")
         before = {p: p.stat().st_mtime_ns for p in (tmp_path / "site").rglob("*") if p.is_file()}
         site.build(runs, tmp_path / "site")
         assert {p: p.stat().st_mtime_ns for p in (tmp_path / "site").rglob("*") if p.is_file()} == before
 
     def test_a_removed_run_leaves_nothing_behind(self, tmp_path: Path) -> None:
-        runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=2, count=1)
         site.build(runs, tmp_path / "site")
         shutil.rmtree(runs / "run-000")
         site.build(runs, tmp_path / "site")
@@ -384,7 +387,7 @@ class TestBuildingAgain:
         self, tmp_path: Path, quick_pages: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """No incomplete site is left behind."""
-        runs = dashboard_builder.history(tmp_path / "runs", runs=8, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=8, count=1)
         monkeypatch.setitem(sys.modules, "ruptures", None)
         with pytest.raises(MissingPackageError, match=r"pip install '\.\[dashboard\]'"):
             site.build(runs, tmp_path / "site")
@@ -396,7 +399,7 @@ class TestBuildingAgain:
         self, tmp_path: Path, quick_pages: list[str], monkeypatch: pytest.MonkeyPatch, ends: type[BaseException]
     ) -> None:
         """The build ends at the third of three pages, or at its last step: two and three pages need not be made again."""
-        runs = dashboard_builder.history(tmp_path / "runs", runs=3, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=3, count=1)
 
         def end(*_: object) -> None:
             raise ends
@@ -419,28 +422,30 @@ class TestBuildingAgain:
         self, tmp_path: Path, quick_pages: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A page is kept only for the records that it shows."""
-        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=1, count=1)
         with monkeypatch.context() as patch:
             patch.setattr(site, "_remove_unreferenced", lambda *_: (tmp_path / "no" / "such").read_bytes())
             with pytest.raises(OutputError):
                 site.build(runs, tmp_path / "site")
         with (runs / "run-000" / "records.jsonl").open("ab") as f:
-            f.write(msgspec.json.encode(dashboard_builder.record(record_builder.point(Layout(4, 4)), 0)) + b"\n")
+            f.write(
+                msgspec.json.encode(dashboard_builder.make_record(record_builder.make_point(Layout(4, 4)), 0)) + b"\n"
+            )
         assert site.build(runs, tmp_path / "site").pages_made == 1
         assert quick_pages == ["run-000", "run-000"]
 
     def test_failed_build_leaves_the_existing_site_unchanged(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=2, count=1)
         site.build(runs, tmp_path / "site")
-        before = tree(tmp_path / "site")
-        dashboard_builder.history(runs / "new", runs=1, count=2)
+        before = read_tree(tmp_path / "site")
+        dashboard_builder.write_history(runs / "new", runs=1, count=2)
         with monkeypatch.context() as patch:
             patch.setattr(data_files, "build_content", lambda *_: (tmp_path / "no" / "such").read_bytes())
             with pytest.raises(OutputError):
                 site.build(runs, tmp_path / "site")
-        after = tree(tmp_path / "site")
+        after = read_tree(tmp_path / "site")
         assert {name: after[name] for name in before if name != discovery.STATE_FILE} == {
             name: content for name, content in before.items() if name != discovery.STATE_FILE
         }
@@ -465,10 +470,10 @@ class TestBuildingAgain:
 
         monkeypatch.setattr(pages, "_write_page", report)
         monkeypatch.setattr(site.time, "monotonic", lambda: now[0])
-        built = site.build(dashboard_builder.history(tmp_path / "runs", runs=4, count=1), tmp_path / "site")
+        built = site.build(dashboard_builder.write_history(tmp_path / "runs", runs=4, count=1), tmp_path / "site")
         assert seen == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
         assert built.pages_made == 4
-        assert data(tmp_path / "site", "index")["runs"]["page"] == [1, 1, 1, 1]
+        assert read_data(tmp_path / "site", "index")["runs"]["page"] == [1, 1, 1, 1]
 
     def test_a_folder_without_runs_writes_nothing(self, tmp_path: Path) -> None:
         """The error names the reason for each file that was left out."""
@@ -492,7 +497,7 @@ class TestBuildingAgain:
     def test_page_states_the_runs_that_a_change_needs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(change_points, "MIN_RUNS", 77)
         monkeypatch.setattr(change_points, "MIN_SIDE", 33)
-        site.build(dashboard_builder.history(tmp_path / "runs", runs=1, count=1), tmp_path / "site")
+        site.build(dashboard_builder.write_history(tmp_path / "runs", runs=1, count=1), tmp_path / "site")
         page = (tmp_path / "site" / "index.html").read_text()
         assert "at least 77 runs, 33 on each side of a split" in page
         assert "changes below 0.5 % are not marked" in page
@@ -501,7 +506,7 @@ class TestBuildingAgain:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The folder is deleted while the page of the newer run is made."""
-        runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=2, count=1)
 
         def report(*_: object) -> str:
             shutil.rmtree(runs / "run-000")
@@ -514,10 +519,10 @@ class TestBuildingAgain:
 
     def test_failing_report_loses_only_its_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pages, "_write_page", lambda _, run: f"{run.name}: no page, because of a bug")
-        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=1, count=1)
         built = site.build(runs, tmp_path / "site")
         assert built.skipped == ["run-000: no page, because of a bug"]
-        index = data(tmp_path / "site", "index")
+        index = read_data(tmp_path / "site", "index")
         assert (index["runs"]["page"], index["runs"]["records"]) == ([0], [1])
 
 
@@ -531,8 +536,8 @@ def make_change(ratio: float | None) -> Change:
 class TestLatestChanges:
     def test_index_lists_latest_changes_with_intervals_and_runs(self, tmp_path: Path) -> None:
         """One of two points is 5 % slower from the 26th run on: between run-024 and run-025, in several metrics."""
-        site.build(dashboard_builder.history(tmp_path / "runs", count=2, cv=0.001), tmp_path / "site")
-        index = data(tmp_path / "site", "index")
+        site.build(dashboard_builder.write_history(tmp_path / "runs", count=2, cv=0.001), tmp_path / "site")
+        index = read_data(tmp_path / "site", "index")
         (step,) = index["latest"]["steps"]
         assert [index["runs"]["name"][step[k]] for k in ("before", "after")] == ["run-024", "run-025"]
         assert (step["points"], index["latest"]["more"]) == (1, 0)
@@ -546,11 +551,11 @@ class TestLatestChanges:
         assert ratio == pytest.approx(1 / 0.95, rel=0.005)
 
     def test_change_between_runs_of_one_commit_is_marked_as_same_code(self, tmp_path: Path) -> None:
-        runs = dashboard_builder.history(tmp_path / "runs", count=1, cv=0.001)
+        runs = dashboard_builder.write_history(tmp_path / "runs", count=1, cv=0.001)
         for path in runs.glob("*/records.jsonl"):
             path.write_text(re.sub(r'"git_commit":"\d{7}abcdef"', '"git_commit":"0000001abcdef"', path.read_text()))
         site.build(runs, tmp_path / "site")
-        (step,) = data(tmp_path / "site", "index")["latest"]["steps"]
+        (step,) = read_data(tmp_path / "site", "index")["latest"]["steps"]
         assert step["same_code"] == 1
 
     def test_points_of_a_layout_with_similar_changes_are_one_group(self, tmp_path: Path) -> None:
@@ -559,12 +564,12 @@ class TestLatestChanges:
         """
         for run in range(12):
             found = [
-                dashboard_builder.record(point, run, faster=0.5 if i == 3 and run >= 6 else 0.9 if run >= 6 else 1)
-                for i, point in enumerate(dashboard_builder.points(16))
+                dashboard_builder.make_record(point, run, faster=0.5 if i == 3 and run >= 6 else 0.9 if run >= 6 else 1)
+                for i, point in enumerate(dashboard_builder.list_points(16))
             ]
-            record_builder.write(tmp_path / "runs" / f"run-{run:03d}", found)
+            record_builder.write_records(tmp_path / "runs" / f"run-{run:03d}", found)
         site.build(tmp_path / "runs", tmp_path / "site")
-        index = data(tmp_path / "site", "index")
+        index = read_data(tmp_path / "site", "index")
         (step,) = index["latest"]["steps"]
         assert (step["points"], step["worse"], step["better"], step["omitted"]) == (16, 16, 0, 0)
         assert [group["points"] for group in step["groups"]] == [1, 4, 4, 4, 3]
@@ -591,14 +596,14 @@ class TestLatestChanges:
         """Points of one layout are 10 % faster and 10 % slower, and there are more groups than are shown."""
         for run in range(12):
             found = [
-                dashboard_builder.record(
+                dashboard_builder.make_record(
                     point, run, faster=(0.9, 1.1)[i // 4 % 2] ** (1 + i // 8 * 5) if run >= 6 else 1
                 )
-                for i, point in enumerate(dashboard_builder.points(16))
+                for i, point in enumerate(dashboard_builder.list_points(16))
             ]
-            record_builder.write(tmp_path / "runs" / f"run-{run:03d}", found)
+            record_builder.write_records(tmp_path / "runs" / f"run-{run:03d}", found)
         site.build(tmp_path / "runs", tmp_path / "site")
-        (step,) = data(tmp_path / "site", "index")["latest"]["steps"]
+        (step,) = read_data(tmp_path / "site", "index")["latest"]["steps"]
         assert (step["worse"], step["better"]) == (8, 8)
         assert [group["points"] for group in step["groups"]] == [1] * data_files.MAX_GROUPS
         assert step["omitted"] == 16 - data_files.MAX_GROUPS
@@ -613,8 +618,8 @@ class TestLatestChanges:
             {speed: make_change(0.9)},
             {speed: make_change(0.85), step: make_change(None)},
         ]
-        point = record_builder.point()
-        (line,) = series.collect_lines([dashboard_builder.record(point, 0)])
+        point = record_builder.make_point()
+        (line,) = series.collect_lines([dashboard_builder.make_record(point, 0)])
         histories = [data_files.History(line, []) for _ in steps]
         moved = [data_files.ChangedPoint(i, one, "worse") for i, one in enumerate(steps)]
         summary = data_files._summarize_group(moved, histories)
@@ -624,17 +629,17 @@ class TestLatestChanges:
 
     def test_changes_beyond_the_newest_three_are_counted(self, tmp_path: Path) -> None:
         """A point is 10 % slower after every sixth run: four changes, of which the newest three are shown."""
-        point = record_builder.point()
+        point = record_builder.make_point()
         for run in range(30):
-            found = [dashboard_builder.record(point, run, faster=0.9 ** (run // 6))]
-            record_builder.write(tmp_path / "runs" / f"run-{run:03d}", found)
+            found = [dashboard_builder.make_record(point, run, faster=0.9 ** (run // 6))]
+            record_builder.write_records(tmp_path / "runs" / f"run-{run:03d}", found)
         site.build(tmp_path / "runs", tmp_path / "site")
-        latest = data(tmp_path / "site", "index")["latest"]
+        latest = read_data(tmp_path / "site", "index")["latest"]
         assert ([step["after"] for step in latest["steps"]], latest["more"]) == ([24, 18, 12], 1)
 
 
 def test_truncated_last_line_is_reported_and_other_records_are_read(tmp_path: Path) -> None:
-    runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+    runs = dashboard_builder.write_history(tmp_path / "runs", runs=2, count=1)
     (path,) = (runs / "run-001").glob("records.jsonl")
     path.write_bytes(path.read_bytes() + b'{"checked":"crc32","sch')
     built = site.build(runs, tmp_path / "site")
@@ -644,22 +649,22 @@ def test_truncated_last_line_is_reported_and_other_records_are_read(tmp_path: Pa
 
 class TestOutputFolder:
     def test_folder_without_a_dashboard_is_refused_and_unchanged(self, tmp_path: Path) -> None:
-        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=1, count=1)
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "index.html").write_text("mine")
         for force in (False, True):
             with pytest.raises(OutputError, match="holds no dashboard; give a new folder with -o"):
                 site.build(runs, tmp_path / "mine", force=force)
-        assert tree(tmp_path / "mine") == {"index.html": b"mine"}
+        assert read_tree(tmp_path / "mine") == {"index.html": b"mine"}
 
     def test_unfinished_site_can_be_built_again(self, tmp_path: Path) -> None:
-        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=1, count=1)
         site._prepare_folder(tmp_path / "site")
         site.build(runs, tmp_path / "site")
         assert (tmp_path / "site" / "index.html").is_file()
 
     def test_unwritable_folder_raises_output_error(self, tmp_path: Path) -> None:
-        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        runs = dashboard_builder.write_history(tmp_path / "runs", runs=1, count=1)
         (tmp_path / "file").write_text("")
         with pytest.raises(OutputError, match="Give another folder with -o"):
             site.build(runs, tmp_path / "file" / "site")
@@ -668,7 +673,7 @@ class TestOutputFolder:
 def test_run_of_the_maximum_size_is_read_and_a_larger_one_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (run,) = dashboard_builder.history(tmp_path / "runs", runs=1).iterdir()
+    (run,) = dashboard_builder.write_history(tmp_path / "runs", runs=1).iterdir()
     size = (run / "records.jsonl").stat().st_size
     monkeypatch.setattr(discovery, "MAX_BYTES", size)
     assert len(discovery.load_runs(tmp_path / "runs", {}, lambda _: None).runs) == 1
@@ -679,7 +684,7 @@ def test_run_of_the_maximum_size_is_read_and_a_larger_one_skipped(
 
 def test_page_made_later_is_added_to_the_state_of_the_site(tmp_path: Path) -> None:
     """Without a site, the state holds this page alone."""
-    (run,) = discovery.load_runs(dashboard_builder.history(tmp_path / "runs", runs=1), {}, lambda _: None).runs
+    (run,) = discovery.load_runs(dashboard_builder.write_history(tmp_path / "runs", runs=1), {}, lambda _: None).runs
     site._write_state(tmp_path, {site.OURS: site.FORMAT, "index": "data/index.json", "pages": {"other": "key"}})
     site.record_page(tmp_path, run)
     assert site.read_index_path(tmp_path) == "data/index.json"
@@ -693,13 +698,15 @@ def test_index_states_how_many_layers_were_held_and_reused(tmp_path: Path) -> No
     """The text is in a point's row, from its newest run, and in a run's headline; a history continues over another
     number of layers.
     """
-    point = record_builder.point()
+    point = record_builder.make_point()
     for run, held in enumerate((19, 14)):
-        one = dashboard_builder.record(point, run)
+        one = dashboard_builder.make_record(point, run)
         conditions = msgspec.structs.replace(one.conditions, layers=61, layers_held=held)
-        record_builder.write(tmp_path / "runs" / f"{run}", [msgspec.structs.replace(one, conditions=conditions)])
+        record_builder.write_records(
+            tmp_path / "runs" / f"{run}", [msgspec.structs.replace(one, conditions=conditions)]
+        )
     site.build(tmp_path / "runs", tmp_path / "site", on_progress=lambda _: None)
-    index = data(tmp_path / "site", "index")
+    index = read_data(tmp_path / "site", "index")
     (how,) = index["words"]["how"]
     assert how.split(" · ")[-1] == "GPU memory holds 14 of 61 layers, which run repeatedly"
     assert index["lines"]["runs"] == [2]
@@ -709,11 +716,11 @@ def test_index_states_how_many_layers_were_held_and_reused(tmp_path: Path) -> No
 
 def test_wrong_results_are_marked_and_never_in_a_headline(tmp_path: Path) -> None:
     """The wrong point has the highest output of its run."""
-    slow, fast = (record_builder.point(layout) for layout in (Layout(4), Layout(4, 1, 4)))
-    right = record_builder.ok(slow, median_ms=40.0)
-    wrong = record_builder.ok(fast, median_ms=20.0, warnings=["graph_differs"])
+    slow, fast = (record_builder.make_point(layout) for layout in (Layout(4), Layout(4, 1, 4)))
+    right = record_builder.make_ok_record(slow, median_ms=40.0)
+    wrong = record_builder.make_ok_record(fast, median_ms=20.0, warnings=["graph_differs"])
     for name, records in (("both", [right, wrong]), ("wrong", [wrong])):
-        record_builder.write(tmp_path / "runs" / name, records)
+        record_builder.write_records(tmp_path / "runs" / name, records)
     runs = {run.name: run for run in discovery.load_runs(tmp_path / "runs", {}, lambda _: None).runs}
     assert "kimi-k2 tp4," in runs["both"].headline
     assert runs["wrong"].headline == "all results are wrong"
@@ -721,14 +728,18 @@ def test_wrong_results_are_marked_and_never_in_a_headline(tmp_path: Path) -> Non
 
 
 def test_headline_states_that_a_point_is_emulated(tmp_path: Path) -> None:
-    record_builder.write(tmp_path / "run", [record_builder.ok(record_builder.point(Layout(4), emulate="H200"))])
+    record_builder.write_records(
+        tmp_path / "run", [record_builder.make_ok_record(record_builder.make_point(Layout(4), emulate="H200"))]
+    )
     (run,) = discovery.load_runs(tmp_path, {}, lambda _: None).runs
     assert "emulated on H200" in run.headline
 
 
 def test_folders_that_cannot_be_read_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("closed", "open"):
-        record_builder.write(tmp_path / name, [record_builder.ok(record_builder.point(Layout(4)))])
+        record_builder.write_records(
+            tmp_path / name, [record_builder.make_ok_record(record_builder.make_point(Layout(4)))]
+        )
     scan = os.scandir
 
     def refuse(folder: str) -> Any:

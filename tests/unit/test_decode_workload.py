@@ -482,7 +482,7 @@ class TestGraphError:
     @pytest.fixture
     def batch(self):
         """Return an engine and a planned batch of a model; the last rank has one row past the vocabulary of 511."""
-        engine = engine_builder.engine(Layout(2), rank=1, shape=engine_builder.shape_like_tiny(vocab=511))
+        engine = engine_builder.make_engine(Layout(2), rank=1, shape=engine_builder.make_shape(vocab=511))
         request = engine.add_request(3)
         engine.request_pool.set_tokens(request.slot, 2, [300])  # one of ids 256 to 510, which rank 1 embeds
         batch = engine.plan_step([request])
@@ -523,7 +523,7 @@ class TestAttentionError:
         """Return the error after `break_it(engine, batch, requests)` between plan and attention; requests have 9, 10
         and 11 tokens.
         """
-        engine = engine_builder.engine(page_size=4)
+        engine = engine_builder.make_engine(page_size=4)
         requests = [engine.add_request(n) for n in (9, 10, 11)]
         for number, request in enumerate(requests):
             engine.write_random_kv(request, number, 0)

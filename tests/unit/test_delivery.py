@@ -11,16 +11,16 @@ import pytest
 from dcpbench.serving.delivery import list_delays_s, scatter_tokens
 from dcpbench.serving.step_times import CHECK, Case, Chunks, Decodes, MeasuredCase, StepTimes
 from dcpbench.serving.traffic import RequestResult
-from tests.unit.serving_builder import request
-from tests.unit.step_times_builder import step_times
+from tests.unit.serving_builder import make_request
+from tests.unit.step_times_builder import make_step_times
 
 
 def make_times(cases: list[MeasuredCase]) -> StepTimes:
-    return msgspec.structs.replace(step_times(), cases=cases)
+    return msgspec.structs.replace(make_step_times(), cases=cases)
 
 
 def make_sample(*token_s: float) -> RequestResult:
-    return RequestResult(request(0, 10, len(token_s)), 0.0, token_s=list(token_s))
+    return RequestResult(make_request(0, 10, len(token_s)), 0.0, token_s=list(token_s))
 
 
 def test_delays_are_deviations_of_decode_steps_only() -> None:

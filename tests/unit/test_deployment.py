@@ -20,7 +20,7 @@ from dcpbench.serving.replay import ReplayResult, replay_requests
 from dcpbench.serving.requests import Sequence
 from dcpbench.serving.scheduler import Scheduler
 from tests.unit import virtual_serving
-from tests.unit.serving_builder import config, request
+from tests.unit.serving_builder import make_config, make_request
 from tests.unit.test_replay import SETUPS, Fixed, load
 from tests.unit.test_sessions import PAGE, VOCAB, make_load
 
@@ -53,7 +53,7 @@ def replay_disaggregated(
     **changes: Any,
 ) -> ReplayResult:
     """Replay the requests with these numbers of prefill and decode instances, each with 59 pages."""
-    deployed = Disaggregated(config(**({"pages": 60} | changes)), *ratio, link)
+    deployed = Disaggregated(make_config(**({"pages": 60} | changes)), *ratio, link)
     return replay_requests(requests, deployed, clients, times or Fixed(), limit_s)
 
 
@@ -66,34 +66,34 @@ class TestOneRequest:
     """A prompt of 3 is prefilled in 10 + 2 · 3 = 16 ms; each further token takes 10 + 1."""
 
     def test_instant_link_gives_the_times_of_a_single_instance(self) -> None:
-        alone = replay_requests([request(0, 3, 3)], Scheduler(config(pages=60)), 1, Fixed())
-        assert get_token_ms(replay_disaggregated([request(0, 3, 3)], 1)) == get_token_ms(alone) == [[16, 27, 38]]
+        alone = replay_requests([make_request(0, 3, 3)], Scheduler(make_config(pages=60)), 1, Fixed())
+        assert get_token_ms(replay_disaggregated([make_request(0, 3, 3)], 1)) == get_token_ms(alone) == [[16, 27, 38]]
 
     @pytest.mark.parametrize(("prompt", "pages"), [(3, 1), (4, 1), (5, 2), (8, 2)])
     def test_first_gap_is_longer_by_the_transfer_of_its_pages(self, prompt: int, pages: int) -> None:
         """The first token comes from the prefill instance, each page takes 10 ms, and nothing else changes."""
         first = 10 + 2 * prompt
         expected = [first, first + 10 * pages + 11, first + 10 * pages + 22]
-        assert get_token_ms(replay_disaggregated([request(0, prompt, 3)], 1, link=SLOW)) == [expected]
+        assert get_token_ms(replay_disaggregated([make_request(0, prompt, 3)], 1, link=SLOW)) == [expected]
 
     def test_latency_is_added_to_the_transfer(self) -> None:
         link = dataclasses.replace(SLOW, latency_s=0.002)
-        assert get_token_ms(replay_disaggregated([request(0, 3, 3)], 1, link=link)) == [[16, 39, 50]]
+        assert get_token_ms(replay_disaggregated([make_request(0, 3, 3)], 1, link=link)) == [[16, 39, 50]]
 
     def test_a_single_token_needs_no_transfer(self) -> None:
-        found = replay_disaggregated([request(0, 3, 1)], 1, link=SLOW)
+        found = replay_disaggregated([make_request(0, 3, 1)], 1, link=SLOW)
         assert get_token_ms(found) == [[16]]
         assert not found.deployed.transfers
 
     def test_sample_has_instances_and_times_of_the_transfer(self) -> None:
         """Instance 0 prefills, and instance 1 is the first that decodes."""
-        (row,) = make_rows(replay_disaggregated([request(0, 5, 3)], 1, link=SLOW).traffic.samples)
+        (row,) = make_rows(replay_disaggregated([make_request(0, 5, 3)], 1, link=SLOW).traffic.samples)
         assert (row.prefilled_by, row.instance) == (0, 1)
         assert (row.kv_sent_s, row.kv_arrived_s) == (pytest.approx(0.020), pytest.approx(0.040))
 
     def test_last_token_of_a_prompt_is_prefilled_in_its_own_chunk(self) -> None:
         """9 tokens in chunks of 8 take 26 ms and 12 ms; the second step has no decodes."""
-        assert get_token_ms(replay_disaggregated([request(0, 9, 2)], 1)) == [[38, 49]]
+        assert get_token_ms(replay_disaggregated([make_request(0, 9, 2)], 1)) == [[38, 49]]
 
 
 class TestLinks:
@@ -101,25 +101,25 @@ class TestLinks:
         """Both requests are prefilled in one step of 10 + 2 · 6 = 22 ms. A's transfer ends at 32, B's at 42. A's two
         steps begin at 32 and end at 43 and 54; B joins the step that begins at 43: 54 + 11.
         """
-        found = replay_disaggregated([request(0, 3, 3), request(1, 3, 3)], 2, link=SLOW)
+        found = replay_disaggregated([make_request(0, 3, 3), make_request(1, 3, 3)], 2, link=SLOW)
         assert get_token_ms(found) == [[22, 43, 54], [22, 65, 76]]
         assert [round(t.begin_s * 1e3) for t in found.deployed.transfers] == [22, 32]
 
     def test_each_prefill_and_decode_instance_has_its_own_link(self) -> None:
         """With two of each, two transfers run at the same time."""
-        found = replay_disaggregated([request(0, 3, 2), request(1, 3, 2)], 2, ratio=(2, 2), link=SLOW)
+        found = replay_disaggregated([make_request(0, 3, 2), make_request(1, 3, 2)], 2, ratio=(2, 2), link=SLOW)
         assert get_token_ms(found) == [[16, 37], [16, 37]]
 
     def test_decode_instance_receives_one_transfer_at_a_time(self) -> None:
         """Two instances have prefilled by 16 ms; one decode instance receives A until 26 and B until 36. A's step ends
         at 37.
         """
-        found = replay_disaggregated([request(0, 3, 2), request(1, 3, 2)], 2, ratio=(2, 1), link=SLOW)
+        found = replay_disaggregated([make_request(0, 3, 2), make_request(1, 3, 2)], 2, ratio=(2, 1), link=SLOW)
         assert [(t.source, round(t.end_s * 1e3)) for t in found.deployed.transfers] == [(0, 26), (1, 36)]
         assert get_token_ms(found)[0] == [16, 37]
 
     def test_each_attention_replica_has_its_own_link(self) -> None:
-        found = replay_disaggregated([request(0, 3, 2), request(1, 3, 2)], 2, link=SLOW, replicas=2)
+        found = replay_disaggregated([make_request(0, 3, 2), make_request(1, 3, 2)], 2, link=SLOW, replicas=2)
         assert get_token_ms(found) == [[16, 37], [16, 37]]
 
 
@@ -128,10 +128,10 @@ class TestSteps:
         """B's prompt of 40 tokens arrives while A decodes, in five chunks of 26 ms. On a single instance A waits for
         them (10 + 1 + 2 · 8 ms a step); here all of its gaps but the first are steps of one row.
         """
-        requests = [request(0, 3, 16, 0.0), request(1, 40, 1, 0.03)]
+        requests = [make_request(0, 3, 16, 0.0), make_request(1, 40, 1, 0.03)]
         gaps = [round(b - a, 6) for a, b in itertools.pairwise(get_token_ms(replay_disaggregated(requests))[0])]
         assert set(gaps) == {11}
-        both = replay_requests(requests, Scheduler(config(pages=60)), None, Fixed()).traffic.samples[0].token_s
+        both = replay_requests(requests, Scheduler(make_config(pages=60)), None, Fixed()).traffic.samples[0].token_s
         assert max(b - a for a, b in itertools.pairwise(both)) == pytest.approx(0.027)
 
     def test_a_step_has_chunks_or_decodes(self) -> None:
@@ -142,7 +142,7 @@ class TestSteps:
     def test_first_tokens_are_limited_by_prefill_instances(self) -> None:
         """Prompts have a whole chunk: each prefill instance gives a first token every 26 ms."""
         for instances in (1, 2):
-            found = replay_disaggregated([request(i, 8, 2) for i in range(24)], 12, ratio=(instances, 1))
+            found = replay_disaggregated([make_request(i, 8, 2) for i in range(24)], 12, ratio=(instances, 1))
             firsts = sorted(round(ms[0], 3) for ms in get_token_ms(found))
             assert firsts == [26 * (1 + i // instances) for i in range(24)]
 
@@ -151,7 +151,7 @@ class TestSteps:
         many while prompts are prefilled one after another.
         """
         for instances in (1, 2):
-            found = replay_disaggregated([request(i, 1, 64) for i in range(32)], 16, ratio=(1, instances))
+            found = replay_disaggregated([make_request(i, 1, 64) for i in range(32)], 16, ratio=(1, instances))
             decoded = 32 * 63
             assert 0.9 < decoded / (found.end_s / 0.014 * 4 * instances) <= 1
             assert min(found.busy_s[1:]) / found.end_s > 0.95
@@ -164,7 +164,7 @@ class TestKvCapacity:
         """B would need two pages and leave one to A, which has two of four: its transfer begins when A's last token has
         been read. C is prefilled in the pages of A, and D, for which B and C leave none, only after B's transfer.
         """
-        found = replay_disaggregated([request(i, 8, 7) for i in range(4)], 4, pages=5, link=SLOW)
+        found = replay_disaggregated([make_request(i, 8, 7) for i in range(4)], 4, pages=5, link=SLOW)
         a, b, c, d = found.traffic.samples
         crossed = [s.sequence.transfer for s in (a, b, c, d)]
         assert crossed[1].begin_s == a.token_s[-1]
@@ -173,7 +173,7 @@ class TestKvCapacity:
         assert [s.is_finished for s in (a, b, c, d)] == [True] * 4
 
     def test_request_goes_to_a_decode_instance_with_free_pages(self) -> None:
-        found = replay_disaggregated([request(i, 8, 7) for i in range(2)], 2, ratio=(1, 2), pages=5)
+        found = replay_disaggregated([make_request(i, 8, 7) for i in range(2)], 2, ratio=(1, 2), pages=5)
         assert [t.begin_s - t.ready_s for t in found.deployed.transfers] == [0, 0]
         assert [s.sequence.instance for s in found.traffic.samples] == [1, 2]
 
@@ -182,7 +182,7 @@ class TestKvCapacity:
         again with the token that it had, 9 tokens in all, and transferred when A has finished. All of its tokens come,
         each once.
         """
-        found = replay_disaggregated([request(0, 8, 9), request(1, 8, 9)], 2, pages=7)
+        found = replay_disaggregated([make_request(0, 8, 9), make_request(1, 8, 9)], 2, pages=7)
         a, b = found.traffic.samples
         assert (a.sequence.preemptions, b.sequence.preemptions) == (0, 1)
         assert [t.sent_bytes for t in found.deployed.transfers] == [2000, 2000, 3000]
@@ -190,13 +190,13 @@ class TestKvCapacity:
         assert [len(s.token_s) for s in (a, b)] == [9, 9]
 
     def test_request_larger_than_an_instance_is_rejected(self) -> None:
-        found = replay_disaggregated([request(0, 9999, 2), request(1, 3, 2)], 1)
+        found = replay_disaggregated([make_request(0, 9999, 2), make_request(1, 3, 2)], 1)
         assert [bool(s.rejected) for s in found.traffic.samples] == [True, False]
 
 
 def make_prefilled_sequence(order: int, tokens: int = 4) -> Sequence:
     """Return the sequence of a request with a stored prompt and a first token."""
-    return Sequence(request(order, tokens, 9), order, computed=tokens, generated=1)
+    return Sequence(make_request(order, tokens, 9), order, computed=tokens, generated=1)
 
 
 class TestInstances:
@@ -206,12 +206,12 @@ class TestInstances:
         """Two prompts of 8 in one step take four pages, 16 tokens; the step ends at 10 + 2 · 16 ms. A prefill instance
         keeps no page to grow into.
         """
-        found = replay_disaggregated([request(0, 8, 2), request(1, 8, 2)], 2, pages=5, chunk=16)
+        found = replay_disaggregated([make_request(0, 8, 2), make_request(1, 8, 2)], 2, pages=5, chunk=16)
         assert [ms[0] for ms in get_token_ms(found)] == [42, 42]
 
     def test_each_request_of_a_decode_instance_reserves_a_page_to_grow(self) -> None:
         """Each request in a pool of 8 pages has its own page and one to grow into."""
-        decodes = DecodeScheduler(config())
+        decodes = DecodeScheduler(make_config())
         (replica,) = decodes.replicas
         assert (decodes.find_able_replicas(32), decodes.find_able_replicas(33)) == ([replica], [])
         first = decodes.allocate_arriving(make_prefilled_sequence(0), replica)
@@ -222,7 +222,7 @@ class TestInstances:
         assert (decodes.find_able_replicas(16), decodes.find_able_replicas(17)) == ([replica], [])
 
     def test_decode_instance_without_a_free_slot_accepts_no_request(self) -> None:
-        decodes = DecodeScheduler(config(max_requests=2))
+        decodes = DecodeScheduler(make_config(max_requests=2))
         (replica,) = decodes.replicas
         for order in range(2):
             assert decodes.find_able_replicas(4) == [replica]
@@ -231,7 +231,7 @@ class TestInstances:
 
     def test_arriving_requests_run_in_order_of_submission(self) -> None:
         """The latest request is preempted first, independent of the order of transfers."""
-        decodes = DecodeScheduler(config())
+        decodes = DecodeScheduler(make_config())
         (replica,) = decodes.replicas
         expected = {order: decodes.allocate_arriving(make_prefilled_sequence(order), replica) for order in (2, 0, 3, 1)}
         assert decodes.count_requests(replica) == 4
@@ -242,13 +242,13 @@ class TestInstances:
     @pytest.mark.parametrize("prefix_cache", [True, False])
     def test_decode_instance_keeps_no_kv_of_finished_requests(self, prefix_cache: bool) -> None:
         """The prefix cache belongs to prefill instances: their 9 tokens remain for the next turn, if there is a cache."""
-        found = replay_disaggregated([request(0, 9, 3)], 1, prefix_cache=prefix_cache)
+        found = replay_disaggregated([make_request(0, 9, 3)], 1, prefix_cache=prefix_cache)
         prefill, decode = (scheduler.replicas[0].cache.pages for scheduler in found.deployed.schedulers)
         assert (prefill > 0, decode) == (prefix_cache, 0)
 
     def test_preempted_requests_are_prefilled_first_in_order_of_submission(self) -> None:
-        deployed = Disaggregated(config(), 1, 1, AT_ONCE)
-        deployed.submit(request(9, 3, 3))
+        deployed = Disaggregated(make_config(), 1, 1, AT_ONCE)
+        deployed.submit(make_request(9, 3, 3))
         deployed.in_hand[1] = 3
         deployed.decodes[0].lost = [make_prefilled_sequence(3), make_prefilled_sequence(1), make_prefilled_sequence(2)]
         deployed.handle_decision(1, 0.0)
@@ -272,7 +272,7 @@ class TestInstances:
         """Instances 1 and 2 decode with two replicas each, which have these numbers of requests. In the last case
         instance 1 has an empty replica and three requests in all, and instance 2 one on each of its replicas.
         """
-        deployed = Disaggregated(config(replicas=2, pages=60), 1, 2, AT_ONCE)
+        deployed = Disaggregated(make_config(replicas=2, pages=60), 1, 2, AT_ONCE)
         orders = itertools.count()
         for scheduler, counts in zip(deployed.decodes, (on_first, on_second), strict=True):
             for replica, count in zip(scheduler.replicas, counts, strict=True):
@@ -287,7 +287,7 @@ class TestInstances:
         and C behind A at 33: B is sent from 46 to 106 with two pages, and then C.
         """
         link = dataclasses.replace(SLOW, bytes_s=1e5 / 3)
-        requests = [request(0, 3, 2, 0.0), request(1, 8, 2, 0.001), request(2, 3, 2, 0.017)]
+        requests = [make_request(0, 3, 2, 0.0), make_request(1, 8, 2, 0.001), make_request(2, 3, 2, 0.017)]
         found = replay_disaggregated(requests, ratio=(2, 1), link=link)
         crossed = [(t.source, round(t.ready_s * 1e3), round(t.begin_s * 1e3)) for t in found.deployed.transfers]
         assert crossed == [(0, 16, 16), (1, 27, 46), (0, 33, 106)]
@@ -301,7 +301,7 @@ def replay_random(seed: int, times: Fixed) -> tuple[ReplayResult, Disaggregated]
     cache.
     """
     rng = np.random.default_rng(seed)
-    setup = config(
+    setup = make_config(
         pages=int(rng.integers(9, 30)),
         replicas=int(rng.integers(1, 3)),
         max_requests=int(rng.integers(1, 6)),
@@ -380,7 +380,7 @@ class TestConservation:
     def test_all_admitted_requests_have_an_instance_at_the_time_limit(self, limit_s: float) -> None:
         """This includes those that finish with a step that runs at the limit."""
         both = replay_requests(
-            load(1, 40), Deployment([Scheduler(config(pages=60)) for _ in "12"]), 8, Fixed(), limit_s
+            load(1, 40), Deployment([Scheduler(make_config(pages=60)) for _ in "12"]), 8, Fixed(), limit_s
         )
         for found in both, replay_disaggregated(load(1, 40), 8, limit_s=limit_s):
             rows = make_rows(found.traffic.samples)
@@ -395,9 +395,9 @@ class TestSessions:
         """Answers are stored on the decode instance: the next turn finds the whole pages of the previous prompt."""
         conversations = make_load(turns="3", requests=6)
         both = replay_requests(
-            make_requests(conversations, VOCAB), Scheduler(virtual_serving.config(page_size=PAGE)), 1, Fixed()
+            make_requests(conversations, VOCAB), Scheduler(virtual_serving.make_config(page_size=PAGE)), 1, Fixed()
         )
-        deployed = Disaggregated(virtual_serving.config(page_size=PAGE), 1, 1, AT_ONCE)
+        deployed = Disaggregated(virtual_serving.make_config(page_size=PAGE), 1, 1, AT_ONCE)
         apart = replay_requests(make_requests(conversations, VOCAB), deployed, 1, Fixed())
         before = 0
         for mine, theirs in zip(apart.traffic.samples, both.traffic.samples, strict=True):
@@ -410,7 +410,7 @@ class TestSessions:
     def test_turns_of_a_session_stay_on_one_prefill_instance(self) -> None:
         found = replay_requests(
             make_requests(make_load(turns="4", requests=24), VOCAB),
-            Disaggregated(virtual_serving.config(page_size=PAGE), 3, 2, AT_ONCE),
+            Disaggregated(virtual_serving.make_config(page_size=PAGE), 3, 2, AT_ONCE),
             4,
             Fixed(),
         )
@@ -434,13 +434,16 @@ class TestReplicatedInstances:
     def test_requests_go_to_the_instance_with_fewest_requests(self) -> None:
         """Two clients on two instances do not affect each other."""
         found = replay_requests(
-            [request(0, 3, 3), request(1, 3, 3)], Deployment([Scheduler(config()) for _ in range(2)]), 2, Fixed()
+            [make_request(0, 3, 3), make_request(1, 3, 3)],
+            Deployment([Scheduler(make_config()) for _ in range(2)]),
+            2,
+            Fixed(),
         )
         assert get_token_ms(found) == [[16, 27, 38]] * 2
         assert [s.sequence.instance for s in found.traffic.samples] == [0, 1]
 
     def test_idle_instance_takes_a_request_while_another_is_busy(self) -> None:
         """B arrives at 5 ms, during A's step: 5 + 16."""
-        requests = [request(0, 3, 3, 0.0), request(1, 3, 1, 0.005)]
-        found = replay_requests(requests, Deployment([Scheduler(config()) for _ in range(2)]), None, Fixed())
+        requests = [make_request(0, 3, 3, 0.0), make_request(1, 3, 1, 0.005)]
+        found = replay_requests(requests, Deployment([Scheduler(make_config()) for _ in range(2)]), None, Fixed())
         assert get_token_ms(found) == [[16, 27, 38], [21]]

@@ -65,8 +65,8 @@ def test_command_names_the_disk_of_its_output_and_a_remedy(
 ) -> None:
     root, disk = tmp_path / "runs", tmp_path / "disk"
     for run in (root / "run", disk / "run"):
-        build.write(run, [])
-        RecordFile(run).append(build.ok(build.point()))
+        build.write_records(run, [])
+        RecordFile(run).append(build.make_ok_record(build.make_point()))
     with (disk / "run" / "records.jsonl").open("ab") as damaged:
         damaged.write(b'{"point": 1\n')
     cpu = Probe(device="cpu", count=0, name="CPU", packages={"torch": "2.9"})
@@ -109,7 +109,7 @@ def test_output_without_write_permission_has_exit_code_2(number: int) -> None:
 def test_output_never_replaces_the_records_of_a_run(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = build.write(tmp_path / "run", [build.ok(build.point())])
+    run = build.write_records(tmp_path / "run", [build.make_ok_record(build.make_point())])
     records = run / "records.jsonl"
     before = records.read_bytes()
     with pytest.raises(SystemExit) as end:

@@ -16,13 +16,13 @@ from dcpbench.records.file import RecordFile, read_records
 from dcpbench.serving import samples
 from dcpbench.show.whole_files import write_file
 from tests.servers.fake_server import FakeServer
-from tests.servers.hostile_server import in_thread
+from tests.servers.hostile_server import run_in_thread
 from tests.unit import record_builder as build
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-RECORD = build.failed(build.point())
+RECORD = build.make_failed_record(build.make_point())
 DISK = {
     errno.ENOSPC: "no space is left on its disk",
     errno.EDQUOT: "the disk quota of this user is used up",
@@ -89,7 +89,7 @@ def test_unwritable_samples_end_the_command_and_record_no_failed_point(
     run = tmp_path / "run"
     words = f"server --device cpu --tp 1 --concurrency 2 --num-requests 2 --input-tokens 9 --output-tokens 2 -o {run}"
     monkeypatch.setattr(samples, "write_file", make_failing(number))
-    with in_thread(FakeServer()) as url, pytest.raises(SystemExit) as end:
+    with run_in_thread(FakeServer()) as url, pytest.raises(SystemExit) as end:
         cli.main([*words.split(), "--url", url, "--client", "processes=1,warm-up=0"])
     assert end.value.code == (2 if number == errno.EACCES else 3)
     err = capsys.readouterr().err

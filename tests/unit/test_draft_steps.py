@@ -27,8 +27,8 @@ from dcpbench.serving.replay import replay_from_file, replay_requests
 from dcpbench.serving.scheduler import Scheduler
 from dcpbench.serving.step_times import Case, Chunks, Decodes, get_engine_path, write_step_times
 from tests.unit import record_builder, serve_record_builder, test_replay_point
-from tests.unit.serving_builder import config, request
-from tests.unit.step_times_builder import step_times
+from tests.unit.serving_builder import make_config, make_request
+from tests.unit.step_times_builder import make_step_times
 from tests.unit.test_replay import Fixed
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ DRAFTS = Speculation(3, (0.85, 0.6, 0.4))
 LOAD = msgspec.structs.replace(test_replay_point.LOAD, requests=24)
 POINT = msgspec.structs.replace(test_replay_point.POINT, load=LOAD)
 DRAFTED = msgspec.structs.replace(POINT, mtp=3, acceptance="0.85/0.6/0.4")
-TIMES = step_times(path=get_engine_path(POINT))
+TIMES = make_step_times(path=get_engine_path(POINT))
 
 
 class TestReplay:
@@ -46,8 +46,8 @@ class TestReplay:
         """A step of one request takes 11 ms, that of its prompt of 3 tokens 16. Step k yields 1 + accepted tokens at 16
         + 11·k ms: gaps are 11 ms before the first of them and 0 before the others; the last step yields the rest of 12.
         """
-        setup = config(speculation=DRAFTS)
-        found = replay_requests([request(0, 3, 12)], Scheduler(setup), 1, Fixed())  # type: ignore[arg-type]
+        setup = make_config(speculation=DRAFTS)
+        found = replay_requests([make_request(0, 3, 12)], Scheduler(setup), 1, Fixed())  # type: ignore[arg-type]
         expected, at = [16.0], 16.0
         for step in itertools.count():
             at += 11.0
@@ -58,8 +58,8 @@ class TestReplay:
         assert [s * 1e3 for s in sample.token_s] == pytest.approx(expected[:12])
 
     def test_metrics_have_assumed_acceptance_and_user_speed_from_tpot(self) -> None:
-        setup = config(speculation=DRAFTS)
-        found = replay_requests([request(n, 3, 20) for n in range(40)], Scheduler(setup), 2, Fixed())  # type: ignore[arg-type]
+        setup = make_config(speculation=DRAFTS)
+        found = replay_requests([make_request(n, 3, 20) for n in range(40)], Scheduler(setup), 2, Fixed())  # type: ignore[arg-type]
         drafts = found.counts.summarize_speculation(DRAFTS)
         serve = compute_serve_metrics(
             found.traffic.samples, gpus=1, concurrency=2, slo={}, steps=found.counts, speculation=drafts
@@ -115,13 +115,13 @@ class TestStepTimes:
         assert 1 + 1 / 61 < ratio < 1.03
 
     def test_measured_steps_with_drafts_are_used_unchanged(self) -> None:
-        own = step_times(path=get_engine_path(DRAFTED))
+        own = make_step_times(path=get_engine_path(DRAFTED))
         found, how = estimate_draft_steps(own, DRAFTED)
         assert (found is own, how) == (True, "")
         assert estimate_draft_steps(TIMES, POINT) == (TIMES, "")
 
     def test_steps_with_other_drafts_are_refused(self) -> None:
-        own = step_times(path=get_engine_path(msgspec.structs.replace(DRAFTED, mtp=1, acceptance="0.9")))
+        own = make_step_times(path=get_engine_path(msgspec.structs.replace(DRAFTED, mtp=1, acceptance="0.9")))
         with pytest.raises(UsageError, match=r"--mtp 3: these step times are of steps with other drafts; name a file"):
             estimate_draft_steps(own, DRAFTED)
 
@@ -195,9 +195,9 @@ class TestForecasts:
         """Each of 8 requests gets 2.564 tokens in 20 ms, 1025.6 tok/s: more than half of the gaps are 0, and all others
         20 ms.
         """
-        point = record_builder.point(Layout(4, 1, 4), concurrency=8, mtp=3, acceptance=DRAFTED.acceptance)
+        point = record_builder.make_point(Layout(4, 1, 4), concurrency=8, mtp=3, acceptance=DRAFTED.acceptance)
         step, rate = (Interval(median=x, low=0.95 * x, high=1.05 * x, samples=9) for x in (20.0, 8 * 2.564 / 0.02))
-        record = record_builder.ok(point)
+        record = record_builder.make_ok_record(point)
         assert record.metrics is not None
         metrics = msgspec.structs.replace(record.metrics, step_ms=step, output_tok_s=rate)
         found = from_record(msgspec.structs.replace(record, metrics=metrics), "run")
@@ -215,14 +215,16 @@ class TestReports:
             tokens_per_step=2.4,
             step_times="estimated: x",
         )
-        record = serve_record_builder.served(serve_record_builder.point(Layout(8, dcp=2)))
+        record = serve_record_builder.make_served_record(serve_record_builder.make_point(Layout(8, dcp=2)))
         assert record.serve is not None
         drafted = msgspec.structs.replace(
             record,
             point=msgspec.structs.replace(record.point, mtp=2, acceptance="0.9/0.5"),
             serve=msgspec.structs.replace(record.serve, speculation=found),
         )
-        folders = [record_builder.write(tmp_path / name, [one]) for name, one in (("a", drafted), ("b", record))]
+        folders = [
+            record_builder.write_records(tmp_path / name, [one]) for name, one in (("a", drafted), ("b", record))
+        ]
         sentences = answer.list_draft_conditions(load_frames(folders))
         assert sentences == [
             "2 drafts a step, accepted with assumed probabilities (0.9/0.5 for successive drafts): 2.35 tokens a step on average",

@@ -61,7 +61,7 @@ class CountingNetwork:
         return CallTime.from_mean(received_bytes * 1e-9, 1.0)
 
 
-def point(layout: Layout, exchange: str = "none", **changes: object) -> Point:
+def make_point(layout: Layout, exchange: str = "none", **changes: object) -> Point:
     """Make an emulated point of the tiny model."""
     same = {
         "model": "tiny",
@@ -106,7 +106,7 @@ def test_step_of_any_layout_runs_on_one_rank_and_is_marked_emulated(layout: Layo
     """Every collective is counted, the KV pool is that of one rank of the layout, and the modelled network time is
     recorded.
     """
-    emulated_point = point(layout, exchange)
+    emulated_point = make_point(layout, exchange)
     record = measure(emulated_point)
     assert record.outcome == "ok"
     assert "emulated" in record.warnings
@@ -232,7 +232,7 @@ def test_tokens_without_an_expert_do_not_count_as_load(device: torch.device) -> 
 
 def test_expert_parallel_layout_computes_experts_of_the_busiest_rank() -> None:
     """Each layer has as many experts as the busiest rank of the real layout."""
-    emulated_point = point(Layout(4, dp=4), ep="tp", concurrency=8)
+    emulated_point = make_point(Layout(4, dp=4), ep="tp", concurrency=8)
     settings = Settings(seconds=0.05, profile=False)
     plan = plan_engine([emulated_point], settings, TINY, PROBE)
     with torch.inference_mode():
@@ -337,7 +337,9 @@ def test_served_load_is_replayed_with_step_times_of_an_emulated_rank(
     gpu = Gpu(sm_clock_mhz_min=1830, sm_clock_mhz_max=1980, power_w_max=612.0, temperature_c_max=61)
     monkeypatch.setattr(GpuSampler, "get_state", lambda _: gpu)
     load = Load(mode="replay", requests=3, input_tokens="20", output_tokens="3", chunk=16)
-    emulated_point = point(layout, exchange, workload="serve", load=load, context=23, concurrency=2, ep=ep, page_size=1)
+    emulated_point = make_point(
+        layout, exchange, workload="serve", load=load, context=23, concurrency=2, ep=ep, page_size=1
+    )
     settings = Settings(profile=False)
     plan = plan_engine([emulated_point], settings, TINY, PROBE)
     with torch.inference_mode():
@@ -363,7 +365,7 @@ def test_served_load_is_replayed_with_step_times_of_an_emulated_rank(
 
 def test_step_times_are_replayed_without_the_machine_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """The network time was modelled when the steps were measured."""
-    point = served.point(served.DCP, changed={"mode": "replay"}, dtype="bf16", emulate="/gone/machine.toml")
+    point = served.make_point(served.DCP, changed={"mode": "replay"}, dtype="bf16", emulate="/gone/machine.toml")
     machine = validate.Machine(probe=make_planned_probe("H200", 8))
     with pytest.raises(UsageError, match=r"/gone/machine\.toml: No such file"):
         validate.check_runnable(point, Settings(), SHAPES[point.model], machine)
@@ -391,7 +393,7 @@ def test_two_hosts_with_a_link_can_be_emulated() -> None:
 
 def test_emulated_point_is_refused_for_verify_weights_and_nodes() -> None:
     """A checkpoint's weights are of no use to an emulated rank."""
-    emulated_point = point(Layout(8), backend="triton", dtype="bf16")
+    emulated_point = make_point(Layout(8), backend="triton", dtype="bf16")
     for machine, changed, expected in (
         (validate.Machine(probe=ONE_GPU, timed=False), emulated_point, "verify compares results"),
         (
@@ -406,7 +408,7 @@ def test_emulated_point_is_refused_for_verify_weights_and_nodes() -> None:
 
 
 def test_emulated_point_has_another_key_than_the_measured_one() -> None:
-    emulated_point = point(Layout(8))
+    emulated_point = make_point(Layout(8))
     real_point = msgspec.structs.replace(emulated_point, emulate="")
     assert emulated_point.get_key() != real_point.get_key()
     assert real_point.world == 8

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def make_step(layout: Layout, **phase_us: float) -> Record:
     """Return a point with these phases and without idle time."""
     step_us = sum(phase_us.values())
-    record = build.ok(build.point(layout, ep="tp" if layout.dp > 1 else "1"), median_ms=step_us / 1e3, noise=0)
+    record = build.make_ok_record(
+        build.make_point(layout, ep="tp" if layout.dp > 1 else "1"), median_ms=step_us / 1e3, noise=0
+    )
     assert record.phases is not None
     phases = msgspec.structs.replace(record.phases, phase_us=phase_us, step_us=step_us)
     return msgspec.structs.replace(record, phases=phases)

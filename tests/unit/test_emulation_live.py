@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 
-def point(layout: Layout, ep: str, emulate: str = "") -> Point:
-    return msgspec.structs.replace(build.point(layout, ep=ep), dtype="bf16", emulate=emulate)
+def make_point(layout: Layout, ep: str, emulate: str = "") -> Point:
+    return msgspec.structs.replace(build.make_point(layout, ep=ep), dtype="bf16", emulate=emulate)
 
 
 def make_step(ep: str, ms: float, emulate: str = "") -> Record:
     """Return a record of tp2 with this placement of experts, live or emulated."""
-    record = build.ok(point(Layout(2), ep, emulate))
+    record = build.make_ok_record(make_point(Layout(2), ep, emulate))
     assert record.metrics is not None
     metrics = msgspec.structs.replace(
         record.metrics, step_ms=msgspec.structs.replace(record.metrics.step_ms, median=ms)
@@ -46,14 +46,14 @@ def test_tensor_and_expert_parallel_experts_are_separate_rows() -> None:
 
 
 def test_name_of_attention_dp_layout_has_expert_parallel_degree() -> None:
-    expert_parallel, tensor_parallel = (point(Layout(2, 2), ep) for ep in ("tp", "1"))
+    expert_parallel, tensor_parallel = (make_point(Layout(2, 2), ep) for ep in ("tp", "1"))
     assert "tp2·dp2·ep2 bf16/bf16" in emulation_live.format_point(expert_parallel)
     assert "tp2·dp2·ep1 bf16/bf16" in emulation_live.format_point(tensor_parallel)
 
 
-def with_gaps(record: Record, gap_us: float, kernels: int = 2000) -> Record:
+def add_gaps(record: Record, gap_us: float, kernels: int = 2000) -> Record:
     """Return the record with a profiled step of 20 ms with these gaps between its kernels."""
-    phases = build.phases(20.0, Layout(2))
+    phases = build.make_phases(20.0, Layout(2))
     return msgspec.structs.replace(
         record, phases=msgspec.structs.replace(phases, idle_us=gap_us * kernels, kernels=kernels, step_us=20_000.0)
     )
@@ -61,8 +61,8 @@ def with_gaps(record: Record, gap_us: float, kernels: int = 2000) -> Record:
 
 def test_steps_with_unequal_kernel_gaps_are_counted_separately() -> None:
     """0.3 to 0.1 µs between 2,000 kernels are 2 % of a step of 20 ms; 0.30 to 0.35 are 0.5 %."""
-    live = [with_gaps(make_step("1", 20), 0.3), with_gaps(make_step("tp", 25), 0.3)]
-    emulated = [with_gaps(make_step("1", 18.8, "h200"), 0.1), with_gaps(make_step("tp", 24.9, "h200"), 0.35)]
+    live = [add_gaps(make_step("1", 20), 0.3), add_gaps(make_step("tp", 25), 0.3)]
+    emulated = [add_gaps(make_step("1", 18.8, "h200"), 0.1), add_gaps(make_step("tp", 24.9, "h200"), 0.35)]
     *_, equal, apart = emulation_live.format_table(emulation_live.pair_points(live, emulated))
     assert equal == "1 of 1 within 5%, off by -0.4% to -0.4%."
     assert apart == (

@@ -60,7 +60,7 @@ def test_norm_counter_marks_the_progress_of_a_step(monkeypatch):
     """Each layer has two norms, counted from 1 on, and there is a last one; attention of layer 1 comes between norms 3
     and 4.
     """
-    engine = build.engine()
+    engine = build.make_engine()
     engine.model.marks = torch.zeros(1, dtype=torch.int32)
     seen = []
     attention = engine.model.run_attention
@@ -77,7 +77,7 @@ def test_norm_counter_marks_the_progress_of_a_step(monkeypatch):
 @pytest.fixture(scope="module")
 def alone() -> list[Continuation]:
     """Return the results of each request in a separate engine, in a graph of one row without padding."""
-    return [continue_requests(build.engine(), (number,))[0] for number in range(3)]
+    return [continue_requests(build.make_engine(), (number,))[0] for number in range(3)]
 
 
 def hand_out_page_0(engine: DecodeEngine) -> None:
@@ -98,7 +98,7 @@ def is_unchanged(found: Continuation, expected: Continuation) -> bool:
 class TestPadding:
     def test_padded_rows_change_no_request_with_reserved_slot_and_page(self, alone):
         """Three requests in a graph of four rows give exactly the results of single requests."""
-        engine = build.engine()
+        engine = build.make_engine()
         together = continue_requests(engine, (0, 1, 2))
         assert list(engine.batches) == [(4, 1)], "one row was padding"
         assert [is_unchanged(*pair) for pair in zip(together, alone, strict=True)] == [True, True, True]
@@ -111,7 +111,7 @@ class TestPadding:
         Without slot 0 padding uses request 0's row of the request table; without page 0 the empty row points to
         location 0 of request 0. In both cases the text of request 0 changes, and the other two keep theirs.
         """
-        engine = build.engine(padding=convention == "page 0")
+        engine = build.make_engine(padding=convention == "page 0")
         if convention == "page 0":
             hand_out_page_0(engine)
         together = continue_requests(engine, (0, 1, 2))
@@ -123,7 +123,7 @@ class TestPadding:
 
     def test_full_graph_needs_no_reserved_slot_and_page(self, alone):
         """Two requests in a graph of two rows leave no padding rows."""
-        engine = build.engine(padding=False)
+        engine = build.make_engine(padding=False)
         together = continue_requests(engine, (0, 1))
         assert list(engine.batches) == [(2, 1)]
         assert [is_unchanged(*pair) for pair in zip(together, alone[:2], strict=True)] == [True, True]
@@ -154,7 +154,7 @@ def test_more_requests_than_the_largest_graph_are_refused():
 
 def test_request_without_enough_pages_takes_no_slot():
     """Four pages, one of them padding, hold three tokens and not four; all four slots stay free."""
-    engine = build.engine(pages=4)
+    engine = build.make_engine(pages=4)
     with pytest.raises(OutOfKvError):
         engine.add_request(4)
     assert engine.request_pool.available == 4
@@ -179,7 +179,7 @@ def collect_kv(layout: Layout, page_size: int, interleave: int) -> dict[int, tup
     session = SimpleNamespace(shape=build.TINY)
     found: dict[int, tuple[int, torch.Tensor]] = {}
     for rank in range(layout.tp):
-        engine = build.engine(layout, rank, page_size=page_size, interleave=interleave)
+        engine = build.make_engine(layout, rank, page_size=page_size, interleave=interleave)
         replica = rank // layout.attn_tp
         for index in range(decode._split_requests(point, replica)):
             request = decode._add_request(engine, session, point, 7, index)
@@ -223,8 +223,8 @@ class FakeGroup:
 
 def sample_on_all_ranks(vocab: int, layout: Layout, logits: list[list[float]]) -> list[list[int]]:
     """Return the token that each rank takes for one row, from each rank's logits of its rows of the vocabulary."""
-    shape = build.shape_like_tiny(vocab=vocab)
-    models = [build.engine(layout, rank, shape=shape).model for rank in range(layout.tp)]
+    shape = build.make_shape(vocab=vocab)
+    models = [build.make_engine(layout, rank, shape=shape).model for rank in range(layout.tp)]
     pairs = {}
     for rank, model in enumerate(models):
         model.groups = dataclasses.replace(model.groups, attn=FakeGroup(rank, {}))
@@ -263,7 +263,7 @@ class TestDraftLayer:
 
     def make_engine(self) -> DecodeEngine:
         """Return an engine with random norm weights, so that each of them has an effect."""
-        engine = build.engine(shape=self.SHAPE, query_length=2)
+        engine = build.make_engine(shape=self.SHAPE, query_length=2)
         draft = engine.model.weights.draft
         generator = torch.Generator().manual_seed(1)
         names = ("embedding_norm", "hidden_norm", "final_norm")
@@ -297,7 +297,9 @@ class TestDraftLayer:
 
         embedded = norm(weights.embed[batch.next_tokens], draft.embedding_norm)
         joined = torch.cat((embedded, norm(hidden, draft.hidden_norm)), dim=-1) @ draft.join.T
-        alone = build.engine(shape=dataclasses.replace(build.TINY, layers=1, first_k_dense_replace=0), query_length=2)
+        alone = build.make_engine(
+            shape=dataclasses.replace(build.TINY, layers=1, first_k_dense_replace=0), query_length=2
+        )
         _, other = self.plan_verification(alone)
         alone.model.weights = dataclasses.replace(
             weights,
@@ -318,7 +320,7 @@ class TestDraftLayer:
         """Each request has 3 rows: the first pass yields a draft after the accepted tokens, and the second one after
         that.
         """
-        engine = build.engine(shape=self.SHAPE, query_length=3)
+        engine = build.make_engine(shape=self.SHAPE, query_length=3)
         requests = [start_request(engine, number) for number in range(2)]
         for request in requests:
             append_drafts(engine, request, [7, 8])

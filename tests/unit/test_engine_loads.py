@@ -88,7 +88,7 @@ def test_at_least_ten_loads_of_real_engines_are_scored(scores: list[Score]) -> N
     assert names == ["vLLM 0.26.0", "SGLang 0.5.17", "dcpbench"]
     real = scores[:2]
     assert sum(len(score.answers) for score in real) == 15
-    assert all(score.right >= len(score.answers) - 1 for score in real)
+    assert all(score.correct_count >= len(score.answers) - 1 for score in real)
     assert all(score.count_constant(WITHOUT) == len(score.answers) for score in real), "the page says that tp2 is right"
 
 
@@ -105,8 +105,8 @@ def test_an_answer_is_right_if_each_named_layout_is_near_the_best() -> None:
     found = Score(
         name="", answers=[answer, dataclasses.replace(answer, named=(WITHOUT,), behind={WITHOUT: 0.02, WITH: 0.0})]
     )
-    assert (found.right, found.decided, found.right_in_scatter) == (1, 1, None)
-    assert dataclasses.replace(found, scatter=0.05).right_in_scatter == 2
+    assert (found.correct_count, found.decided_count, found.correct_in_scatter_count) == (1, 1, None)
+    assert dataclasses.replace(found, scatter=0.05).correct_in_scatter_count == 2
     assert [found.count_constant(*same) for same in ((WITHOUT,), (WITH,), (WITHOUT, WITH))] == [2, 1, 1]
     assert ["right" in line for line in [*engine_loads.format_answers(found)][1:]] == [False, True]
 
@@ -121,7 +121,7 @@ def test_a_crossover_is_two_loads_of_which_dcp_is_ahead_at_the_higher(forecast: 
         baseline=(8, 1, 1), input_tokens="32768", crossover=(8, 16), forecast=forecast,
     )  # fmt: skip
     found = engine_loads.score_published([entry])
-    assert [answer.is_right(*answer.named) for answer in found.answers] == right
+    assert [answer.is_correct(*answer.named) for answer in found.answers] == right
     assert (found.count_constant(WITH), found.count_constant(WITHOUT)) == (1, 1)
 
 
@@ -131,4 +131,4 @@ def test_a_published_gain_is_a_load(gain: float, forecast: float, right: int) ->
         source="", url="", read="", model="kimi-k2", machine="B200", weights_dtype="fp8", layout=(8, 1, 8),
         baseline=(8, 1, 1), input_tokens="4000", output_tokens="1500", concurrency=8, gain=gain, forecast=forecast,
     )  # fmt: skip
-    assert engine_loads.score_published([entry]).right == right
+    assert engine_loads.score_published([entry]).correct_count == right

@@ -19,7 +19,7 @@ from dcpbench.serving.policies import make_scheduler
 from dcpbench.serving.scheduler import Scheduler
 from dcpbench.serving.sglang_scheduler import SglangScheduler
 from dcpbench.serving.step_model import compute_step_works
-from tests.unit.serving_builder import config, request
+from tests.unit.serving_builder import make_config, make_request
 
 if TYPE_CHECKING:
     from dcpbench.serving.requests import Step
@@ -31,7 +31,7 @@ class Loop:
     """A loop that decides each step before the previous one has been read, as an asynchronous engine does."""
 
     def __init__(self, policy: str, *load: tuple[list[int] | int, int], **changes: object) -> None:
-        self.scheduler = make_scheduler(config(policy=policy, **changes))
+        self.scheduler = make_scheduler(make_config(policy=policy, **changes))
         self.unread: Step | None = None
         self.last: Step | None = None
         self.count = 0
@@ -39,7 +39,7 @@ class Loop:
 
     def submit(self, *load: tuple[list[int] | int, int]) -> None:
         for prompt, output in load:
-            assert self.scheduler.submit(request(self.count, prompt, output)) == ""
+            assert self.scheduler.submit(make_request(self.count, prompt, output)) == ""
             self.count += 1
 
     def run(self) -> Decision | None:
@@ -263,17 +263,17 @@ class TestBoth:
 
     def test_several_replicas_are_refused(self, policy: str) -> None:
         with pytest.raises(UsageError, match=re.escape(f"the policy {policy} is modelled for one attention replica")):
-            make_scheduler(config(policy=policy, replicas=2))
+            make_scheduler(make_config(policy=policy, replicas=2))
 
     def test_answers_of_a_session_are_cached_for_its_next_turn(self, policy: str) -> None:
-        first = dataclasses.replace(request(0, list(range(6)), 3), answer=np.array([50, 51, 52], dtype=np.int32))
+        first = dataclasses.replace(make_request(0, list(range(6)), 3), answer=np.array([50, 51, 52], dtype=np.int32))
         loop = Loop(policy, pages=40)
         loop.scheduler.submit(first)
         loop.run_all()
-        loop.scheduler.submit(request(1, [*range(6), 50, 51, 52, 60], 1))
+        loop.scheduler.submit(make_request(1, [*range(6), 50, 51, 52, 60], 1))
         assert loop.run() == ([], [(1, 8, 10)])
 
 
 def test_other_policies_use_the_default_scheduler() -> None:
-    assert type(make_scheduler(config())) is Scheduler
+    assert type(make_scheduler(make_config())) is Scheduler
     assert not issubclass(Scheduler, EngineScheduler)

@@ -52,8 +52,8 @@ from dcpbench.serving.step_times import (
     read_step_times,
     write_step_times,
 )
-from tests.unit.serving_builder import config, request
-from tests.unit.step_times_builder import HONESTY
+from tests.unit.serving_builder import make_config, make_request
+from tests.unit.step_times_builder import CONDITIONS
 from tests.unit.test_replay import Fixed
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def measure_exactly(points: list[Point], engine: EngineServer) -> StepTimes:
         cases=[MeasuredCase(case=case, samples_ms=[compute_true_case_ms(case, engine)]) for case in cases],
         launch_ms=0.0,
         measuring_s=1.0,
-        conditions=HONESTY,
+        conditions=CONDITIONS,
         environment=Environment(device="NVIDIA H200", device_count=2),
         engine=engine,
     )
@@ -440,12 +440,12 @@ class TestLoop:
         self, *sizes: tuple[int, int], clients: int | None = 1, loop: LoopTiming, arrivals: tuple[float, ...] = ()
     ) -> list[list[float]]:
         requests = [
-            request(i, prompt, output, at)
+            make_request(i, prompt, output, at)
             for i, ((prompt, output), at) in enumerate(itertools.zip_longest(sizes, arrivals))
         ]
         found = replay_requests(
             requests,
-            make_scheduler(config(pages=60, policy=VLLM)),
+            make_scheduler(make_config(pages=60, policy=VLLM)),
             clients,
             Fixed(),  # type: ignore[arg-type]
             loop=loop,
@@ -474,14 +474,14 @@ class TestLoop:
 
     def test_next_turn_of_a_session_is_delayed(self) -> None:
         """The turn after request 0 is sent at 17 and misses the decisions of 17."""
-        requests = [request(0, 3, 1), request(1, 3, 1), request(2, 3, 4)]
+        requests = [make_request(0, 3, 1), make_request(1, 3, 1), make_request(2, 3, 4)]
         requests[:2] = [
             dataclasses.replace(r, session=0, turn=turn, parent=turn - 1 if turn else None)
             for turn, r in enumerate(requests[:2])
         ]
         found = replay_requests(
             requests,
-            make_scheduler(config(pages=60, policy=VLLM)),
+            make_scheduler(make_config(pages=60, policy=VLLM)),
             2,
             Fixed(),  # type: ignore[arg-type]
             loop=LoopTiming(request_s=1e-3),
@@ -507,8 +507,8 @@ class TestLoop:
 
     def test_request_without_delay_joins_the_next_decision(self) -> None:
         """The project's own engine has no delay: a client's next request joins the decision after its token."""
-        requests = [request(0, 3, 2), request(1, 3, 1)]
-        found = replay_requests(requests, Scheduler(config(pages=60, policy=MIXED)), 1, Fixed())  # type: ignore[arg-type]
+        requests = [make_request(0, 3, 2), make_request(1, 3, 1)]
+        found = replay_requests(requests, Scheduler(make_config(pages=60, policy=MIXED)), 1, Fixed())  # type: ignore[arg-type]
         assert [round(1e3 * s.token_s[0], 3) for s in found.traffic.samples] == [16.0, 43.0]
 
 

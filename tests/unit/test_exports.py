@@ -148,7 +148,7 @@ def parse_only_file(rendered: Any) -> Any:
 class TestVllm:
     def test_result_has_the_fields_of_a_detailed_result(self, tmp_path: Path) -> None:
         """Three requests have 7 tokens out and 300 in within 0.7 s, at 10 and 438.57 tok/s; gaps are 30, 31, 39, 50 ms."""
-        found = parse_only_file(vllm.render([files.measured(tmp_path)]))
+        found = parse_only_file(vllm.render([files.make_measured_point(tmp_path)]))
         check_types(found, VLLM_SUMMARY)
         for name, kind in VLLM_DETAILS.items():
             assert len(found[name]) == 3
@@ -164,11 +164,11 @@ class TestVllm:
         assert found["std_itl_ms"] == pytest.approx(math.sqrt((7.5**2 + 6.5**2 + 1.5**2 + 12.5**2) / 4))
 
     def test_percentile_with_too_few_samples_is_absent(self, tmp_path: Path) -> None:
-        found = parse_only_file(vllm.render([files.measured(tmp_path)]))
+        found = parse_only_file(vllm.render([files.make_measured_point(tmp_path)]))
         assert not [name for name in found if name.startswith(("p90_", "p95_", "p99_"))]
 
     def test_known_percentiles_are_those_of_the_record(self) -> None:
-        m = files.served()
+        m = files.make_served_point()
         assert m.record.serve
         found = parse_only_file(vllm.render([m]))
         assert found["p90_ttft_ms"] == m.record.serve.ttft_ms.p90
@@ -176,16 +176,16 @@ class TestVllm:
         assert "std_ttft_ms" not in found, "a deviation needs samples"
 
     def test_open_loop_has_its_rate_and_no_concurrency(self, tmp_path: Path) -> None:
-        point = files.point(changed={"arrival": "gamma", "request_rate": 2.5, "burstiness": 0.5})
-        found = parse_only_file(vllm.render([files.measured(tmp_path, served_point=point)]))
+        point = files.make_point(changed={"arrival": "gamma", "request_rate": 2.5, "burstiness": 0.5})
+        found = parse_only_file(vllm.render([files.make_measured_point(tmp_path, served_point=point)]))
         assert (found["request_rate"], found["burstiness"], found["max_concurrency"]) == (2.5, 0.5, None)
 
     def test_import_keeps_its_failed_requests_and_its_limit_of_an_open_loop(self, tmp_path: Path) -> None:
         """Samples of an import lack the request that failed. Its client had at most 2 of 4 requests in flight."""
-        point = files.point(
+        point = files.make_point(
             concurrency=2, backend="vllm", changed={"arrival": "gamma", "request_rate": 2.5, "requests": 4}
         )
-        m = files.measured(tmp_path, served_point=point)
+        m = files.make_measured_point(tmp_path, served_point=point)
         serve = msgspec.structs.replace(m.record.serve, submitted=4, failed=1)
         m = MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, origin="vllm", serve=serve))
         found = parse_only_file(vllm.render([m]))
@@ -193,7 +193,7 @@ class TestVllm:
 
     def test_layout_is_metadata_with_option_names_of_vllm(self) -> None:
         """The layout tp8·dp2·dcp2 is vLLM's tensor parallel 4 in each of 2 replicas. Metadata are strings."""
-        m = files.served()
+        m = files.make_served_point()
         point = msgspec.structs.replace(m.record.point, tp=8, dp=2, dcp=2)
         found = parse_only_file(
             vllm.render([MeasuredPoint("run", m.folder, msgspec.structs.replace(m.record, point=point))])
@@ -207,7 +207,7 @@ class TestVllm:
     )
     def test_expert_placement_has_the_field_of_each_tool(self, ep: str, in_vllm: str | None, ranks: int | None) -> None:
         """The layout has 4 ranks; if an import does not state the placement, neither does its export."""
-        m = files.served()
+        m = files.make_served_point()
         record = msgspec.structs.replace(m.record, point=msgspec.structs.replace(m.record.point, ep=ep))
         placed = MeasuredPoint("run", m.folder, record)
         assert parse_only_file(vllm.render([placed])).get("enable_expert_parallel") == in_vllm
@@ -235,15 +235,15 @@ class TestVllm:
 
     def test_goodput_is_exported_only_for_objectives_of_vllm(self, tmp_path: Path) -> None:
         """Goodput of vLLM can bound TTFT, TPOT and E2EL, and not ITL."""
-        found = parse_only_file(vllm.render([files.measured(tmp_path, slo={"ttft": 600.0, "e2el": 560.0})]))
+        found = parse_only_file(vllm.render([files.make_measured_point(tmp_path, slo={"ttft": 600.0, "e2el": 560.0})]))
         assert found["request_goodput"] == pytest.approx(2 / 0.7), "two of three end within 560 ms"
         assert found["goodput"] == "ttft:600 e2el:560"
-        found = parse_only_file(vllm.render([files.measured(tmp_path, slo={"itl": 60.0})]))
+        found = parse_only_file(vllm.render([files.make_measured_point(tmp_path, slo={"itl": 60.0})]))
         assert found["request_goodput"] is None
 
     def test_cut_off_requests_have_an_error_and_no_output(self, tmp_path: Path) -> None:
         """The tokens of a failed request are in no sum of vLLM, though they are in ours."""
-        m = files.measured(tmp_path)
+        m = files.make_measured_point(tmp_path)
         assert m.record.serve
         path = tmp_path / m.record.serve.samples_file
         rows = samples.read_samples(path)
@@ -259,7 +259,7 @@ class TestVllm:
         assert (found["completed"], found["failed"], found["total_output_tokens"]) == (2, 1, 6)
 
     def test_point_with_cut_off_requests_and_no_samples_is_left_out(self) -> None:
-        cut = files.served(until_s=2.0)
+        cut = files.make_served_point(until_s=2.0)
         rendered = vllm.render([cut])
         assert not rendered.files
         assert list(rendered.left_out) == [
@@ -267,17 +267,17 @@ class TestVllm:
         ]
 
     def test_replays_and_cpu_runs_are_marked_in_backend_or_label(self) -> None:
-        assert parse_only_file(vllm.render([files.replayed()]))["backend"] == "dcpbench-replay"
-        assert parse_only_file(vllm.render([files.functional()]))["label"] == "dcpbench-functional"
-        assert parse_only_file(vllm.render([files.served()]))["backend"] == "dcpbench"
+        assert parse_only_file(vllm.render([files.make_replayed_point()]))["backend"] == "dcpbench-replay"
+        assert parse_only_file(vllm.render([files.make_cpu_point()]))["label"] == "dcpbench-functional"
+        assert parse_only_file(vllm.render([files.make_served_point()]))["backend"] == "dcpbench"
 
     def test_each_point_has_its_own_file(self) -> None:
-        m = files.served()
-        other = MeasuredPoint("run", m.folder, build.served(build.point(TP)))
-        assert len(vllm.render([m, other, files.replayed()]).files) == 3
+        m = files.make_served_point()
+        other = MeasuredPoint("run", m.folder, build.make_served_record(build.make_point(TP)))
+        assert len(vllm.render([m, other, files.make_replayed_point()]).files) == 3
 
     def test_samples_outside_the_run_are_not_read(self, tmp_path: Path) -> None:
-        m = files.measured(tmp_path)
+        m = files.make_measured_point(tmp_path)
         assert m.record.serve
         away = msgspec.structs.replace(m.record.serve, samples_file="../../etc/passwd")
         with pytest.raises(RecordsError, match="outside its folder"):
@@ -285,7 +285,7 @@ class TestVllm:
 
     @pytest.mark.parametrize("name", ["\0", "a" * 300], ids=["null", "long"])
     def test_samples_with_an_invalid_file_name_are_ignored(self, tmp_path: Path, name: str) -> None:
-        m = files.measured(tmp_path)
+        m = files.make_measured_point(tmp_path)
         assert m.record.serve
         odd = msgspec.structs.replace(m.record.serve, samples_file=name)
         (data,) = vllm.render(
@@ -297,7 +297,7 @@ class TestVllm:
 class TestSglang:
     def test_line_has_the_fields_of_a_detailed_line(self, tmp_path: Path) -> None:
         """On average (0.6 + 0.55 + 0.5) s / 0.7 s = 2.357 requests are in flight."""
-        rendered = sglang.render([files.measured(tmp_path), files.served()])
+        rendered = sglang.render([files.make_measured_point(tmp_path), files.make_served_point()])
         (data,) = rendered.files.values()
         lines = data.decode().splitlines()
         assert len(lines) == 2, "one line each"
@@ -312,20 +312,20 @@ class TestSglang:
 
     def test_layout_has_the_argument_names_of_sglang(self) -> None:
         """In SGLang tp counts the GPUs of all replicas if dp is that of attention."""
-        m = MeasuredPoint("run", files.NOWHERE, build.served(build.point(Layout(8, 2, 2))))
+        m = MeasuredPoint("run", files.NOWHERE, build.make_served_record(build.make_point(Layout(8, 2, 2))))
         (text,) = sglang.render([m]).files.values()
         found = json.loads(text)["server_info"]
         assert [found[f"{name}_size"] for name in ("tp", "dp", "dcp", "pp")] == [8, 2, 2, 1]
         assert found["enable_dp_attention"] is True
 
     def test_fixed_lengths_are_exported(self) -> None:
-        found = parse_only_file(sglang.render([files.served()]))
+        found = parse_only_file(sglang.render([files.make_served_point()]))
         assert (found["random_input_len"], found["random_output_len"], found["random_range_ratio"]) == (400, 40, 1.0)
 
 
 class TestInferencex:
     def test_row_has_rates_of_input_and_output_and_times_in_seconds(self) -> None:
-        m = files.served()
+        m = files.make_served_point()
         s = m.record.serve
         assert s
         (row,) = parse_only_file(inferencex.render([m]))
@@ -338,14 +338,18 @@ class TestInferencex:
         assert (row["hw"], row["isl"], row["osl"], row["dcp_size"], row["ep"]) == ("h200", 400, 40, 4, 4)
         assert not [name for name in row if name.endswith("_ms")]
 
-    @pytest.mark.parametrize("make", [files.replayed, files.functional, files.decoded], ids=["replay", "cpu", "decode"])
+    @pytest.mark.parametrize(
+        "make",
+        [files.make_replayed_point, files.make_cpu_point, files.make_decode_point],
+        ids=["replay", "cpu", "decode"],
+    )
     def test_points_not_measured_by_serving_on_gpus_are_left_out(self, make: Any) -> None:
-        rendered = inferencex.render([make(), files.served()])
+        rendered = inferencex.render([make(), files.make_served_point()])
         assert len(parse_only_file(rendered)) == 1
         assert rendered.left_out.total() == 1
 
     def test_points_with_wrong_results_are_left_out(self) -> None:
-        assert not inferencex.render([files.served(warnings=["graph_differs"])]).files
+        assert not inferencex.render([files.make_served_point(warnings=["graph_differs"])]).files
 
     @pytest.mark.parametrize(
         ("options", "reason"),
@@ -370,21 +374,23 @@ class TestInferencex:
 
     def import_point(self, tmp_path: Path, **options: Any) -> MeasuredPoint:
         """Return a result of vLLM with fixed lengths as an imported point."""
-        result = files.without_details(files.vllm()) | {"isl": "100", "osl": "2"}
-        import_files([files.file(tmp_path, result)], "vllm", tmp_path / "run", Overrides(**options))
+        result = files.remove_details(files.make_vllm_result()) | {"isl": "100", "osl": "2"}
+        import_files([files.write_file(tmp_path, result)], "vllm", tmp_path / "run", Overrides(**options))
         (record,) = read_records(tmp_path / "run")
         return MeasuredPoint("run", tmp_path / "run", record)
 
     def test_open_loops_and_uneven_lengths_have_no_row(self, tmp_path: Path) -> None:
-        point = files.point(changed={"arrival": "gamma", "request_rate": 2.5})
-        rendered = inferencex.render([files.measured(tmp_path, served_point=point), files.measured(tmp_path)])
+        point = files.make_point(changed={"arrival": "gamma", "request_rate": 2.5})
+        rendered = inferencex.render(
+            [files.make_measured_point(tmp_path, served_point=point), files.make_measured_point(tmp_path)]
+        )
         assert not rendered.files
         assert rendered.left_out.total() == 2
 
 
 class TestGha:
     def test_each_file_has_metrics_of_one_direction(self) -> None:
-        rendered = gha.render([files.decoded(), files.served()])
+        rendered = gha.render([files.make_decode_point(), files.make_served_point()])
         smaller, bigger = (json.loads(rendered.files[gha.FILES[b]]) for b in ("lower", "higher"))
         for entries, words in ((smaller, ("_ms", "_us", "syncs")), (bigger, ("tok_s", "tokens", "goodput"))):
             assert any(word in e["name"] for e in entries for word in words)
@@ -397,7 +403,9 @@ class TestGha:
         assert not [e for e in bigger if e["name"].endswith("_ms")]
 
     def test_names_are_unique_and_mark_replayed_and_functional_points(self) -> None:
-        rendered = gha.render([files.decoded(), files.served(), files.replayed(), files.functional()])
+        rendered = gha.render(
+            [files.make_decode_point(), files.make_served_point(), files.make_replayed_point(), files.make_cpu_point()]
+        )
         names = [e["name"] for data in rendered.files.values() for e in json.loads(data)]
         assert len(names) == len(set(names))
         assert any("[replay]" in name for name in names)
@@ -405,10 +413,10 @@ class TestGha:
 
     def test_repeats_are_one_entry_with_their_range(self) -> None:
         """Medians 10 and 12 ms give 11 ± 1, although single intervals are narrower."""
-        point = record_builder.point(DCP)
+        point = record_builder.make_point(DCP)
         again = msgspec.structs.replace(point, repeat=1)
         two = [
-            MeasuredPoint("run", NOWHERE, record_builder.ok(repeat, median_ms=ms, noise=0.0))
+            MeasuredPoint("run", NOWHERE, record_builder.make_ok_record(repeat, median_ms=ms, noise=0.0))
             for repeat, ms in ((point, 10.0), (again, 12.0))
         ]
         entries = json.loads(gha.render(two).files[gha.FILES["lower"]])
@@ -419,7 +427,9 @@ class TestGha:
 
 class TestBmf:
     def test_file_matches_the_schema_of_bencher(self) -> None:
-        found = parse_only_file(bmf.render([files.decoded(), files.served(), files.replayed()]))
+        found = parse_only_file(
+            bmf.render([files.make_decode_point(), files.make_served_point(), files.make_replayed_point()])
+        )
         jsonschema.validate(found, BMF_SCHEMA)
         assert len(found) == 3
         for name, measures in found.items():
@@ -428,7 +438,7 @@ class TestBmf:
 
     def test_built_in_measures_with_other_units_are_not_used(self) -> None:
         """The built-in `latency` of Bencher is in ns, and its `throughput` in operations per second."""
-        (measures,) = parse_only_file(bmf.render([files.decoded()])).values()
+        (measures,) = parse_only_file(bmf.render([files.make_decode_point()])).values()
         assert not {"latency", "throughput"} & set(measures)
         step = measures["step-ms"]
         assert step["lower_value"] <= step["value"] <= step["upper_value"]
@@ -436,7 +446,7 @@ class TestBmf:
 
 class TestHud:
     def test_record_has_one_metric_and_extra_info_of_strings(self) -> None:
-        found = parse_only_file(hud.render([files.decoded()]))
+        found = parse_only_file(hud.render([files.make_decode_point()]))
         names = [r["metric"]["name"] for r in found]
         assert len(names) == len(set(names))
         for r in found:
@@ -460,7 +470,7 @@ class TestHud:
         ],
     )
     def test_type_of_a_model_is_its_architecture(self, model: str, architecture: str) -> None:
-        m = files.decoded()
+        m = files.make_decode_point()
         point = msgspec.structs.replace(m.record.point, model=model)
         (first, *_) = parse_only_file(
             hud.render([MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, point=point))])
@@ -468,15 +478,16 @@ class TestHud:
         assert first["model"]["type"] == architecture
 
     def test_repeats_are_values_of_one_record(self) -> None:
-        point = record_builder.point(DCP)
+        point = record_builder.make_point(DCP)
         two = [
-            MeasuredPoint("run", NOWHERE, record_builder.ok(msgspec.structs.replace(point, repeat=i))) for i in (0, 1)
+            MeasuredPoint("run", NOWHERE, record_builder.make_ok_record(msgspec.structs.replace(point, repeat=i)))
+            for i in (0, 1)
         ]
         found = parse_only_file(hud.render(two))
         (rate,) = [r for r in found if r["metric"]["name"] == "output_tok_s"]
         assert len(rate["metric"]["benchmark_values"]) == 2
 
-    @pytest.mark.parametrize("make", [files.replayed, files.functional], ids=["replay", "cpu"])
+    @pytest.mark.parametrize("make", [files.make_replayed_point, files.make_cpu_point], ids=["replay", "cpu"])
     def test_replays_and_functional_runs_are_not_exported_to_hud(self, make: Any) -> None:
         assert not hud.render([make()]).files
 

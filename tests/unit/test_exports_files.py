@@ -41,7 +41,7 @@ TP, DCP = build.TP, build.DCP
 @pytest.mark.parametrize("name", ["vllm", "sglang", "inferencex"])
 def test_formats_of_one_server_leave_out_disaggregated_points(name: str) -> None:
     """A reader of the degrees of one instance would take the total rate for its rate."""
-    m = files.served()
+    m = files.make_served_point()
     several = msgspec.structs.replace(m.record.point, disaggregate="1:2", transfer_gb_s=50.0)
     render = importlib.import_module(f"dcpbench.exports.{name}").render
     rendered = render([MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, point=several))])
@@ -52,7 +52,7 @@ def test_formats_of_one_server_leave_out_disaggregated_points(name: str) -> None
 @pytest.mark.parametrize("wall_s", [None, 0.0])
 @pytest.mark.parametrize("name", ["vllm", "sglang", "inferencex"])
 def test_formats_of_rates_leave_out_points_without_duration(name: str, wall_s: float | None) -> None:
-    m = files.served()
+    m = files.make_served_point()
     serve = msgspec.structs.replace(m.record.serve, wall_s=wall_s)
     render = importlib.import_module(f"dcpbench.exports.{name}").render
     rendered = render([MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, serve=serve))])
@@ -62,7 +62,7 @@ def test_formats_of_rates_leave_out_points_without_duration(name: str, wall_s: f
 
 def test_formats_of_requests_leave_out_points_without_sums() -> None:
     """GuideLLM's rates of a measured time have no sums that belong to that time."""
-    m = files.served()
+    m = files.make_served_point()
     serve = msgspec.structs.replace(m.record.serve, input_tokens=None, output_tokens=None)
     rendered = vllm.render([MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, serve=serve))])
     assert list(rendered.left_out) == ["without the number of tokens in their duration"]
@@ -81,16 +81,16 @@ class TestLayersHeld:
     def test_formats_with_texts_state_the_layers_held(self, to: str) -> None:
         render = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render
         for held, expected in ((14, True), (61, False)):
-            for data in render([self.with_layers_held(files.served(), held)]).files.values():
+            for data in render([self.with_layers_held(files.make_served_point(), held)]).files.values():
                 assert ("GPU memory holds 14 of 61 layers" in data.decode()) == expected
                 assert ("repeatedly" in data.decode()) == expected
 
     def test_tables_have_both_numbers(self) -> None:
-        (row,) = csv_table.build_rows([self.with_layers_held(files.decoded(), 14)])
+        (row,) = csv_table.build_rows([self.with_layers_held(files.make_decode_point(), 14)])
         assert (row["layers"], row["layers_held"]) == (61, 14)
 
     def test_formats_of_numbers_have_layers_and_layers_held(self) -> None:
-        m = self.with_layers_held(files.decoded(), 14)
+        m = self.with_layers_held(files.make_decode_point(), 14)
         (measures,) = json.loads(bmf.render([m]).files[bmf.FILE]).values()
         assert (measures["layers"]["value"], measures["layers-held"]["value"]) == (61, 14)
         samples = {family.name: family.samples for family in text_string_to_metric_families(prometheus_text(m))}
@@ -99,15 +99,17 @@ class TestLayersHeld:
         assert step.labels == all_.labels == held.labels, "so that one series can be divided by the other"
 
     def test_fewest_layers_held_of_repeats_are_stated(self) -> None:
-        both = [self.with_layers_held(files.decoded(), held).record for held in (14, 12)]
+        both = [self.with_layers_held(files.make_decode_point(), held).record for held in (14, 12)]
         assert load_labels.describe_layers_held(both) == "GPU memory holds 12 of 61 layers, which run repeatedly"
-        assert load_labels.describe_layers_held([record_builder.failed(record_builder.point(TP))]) == ""
+        assert (
+            load_labels.describe_layers_held([record_builder.make_failed_record(record_builder.make_point(TP))]) == ""
+        )
 
 
 class TestTables:
     def test_tables_have_precisions_of_weights_and_kv(self) -> None:
         """The `dtype` of an fp8 record is still that of activations."""
-        m = files.decoded()
+        m = files.make_decode_point()
         point = msgspec.structs.replace(m.record.point, dtype="bf16", weights_dtype="fp8", kv_dtype="fp8")
         (row,) = csv_table.build_rows([MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, point=point))])
         assert (row["dtype"], row["weights_dtype"], row["kv_dtype"]) == ("bf16", "fp8", "fp8")
@@ -115,11 +117,18 @@ class TestTables:
 
     def make_all_kinds(self) -> list[MeasuredPoint]:
         """Return points of both workloads, a failed one, and one with spreadsheet formulas as texts."""
-        failed = MeasuredPoint("run", NOWHERE, record_builder.failed(record_builder.point(TP)))
+        failed = MeasuredPoint("run", NOWHERE, record_builder.make_failed_record(record_builder.make_point(TP)))
         hostile = MeasuredPoint(
-            "run", NOWHERE, record_builder.rejected(record_builder.point(TP, model="=1+1"), '-2"\n;x')
+            "run", NOWHERE, record_builder.make_rejected_record(record_builder.make_point(TP, model="=1+1"), '-2"\n;x')
         )
-        return [files.decoded(), files.served(), files.replayed(), files.functional(), failed, hostile]
+        return [
+            files.make_decode_point(),
+            files.make_served_point(),
+            files.make_replayed_point(),
+            files.make_cpu_point(),
+            failed,
+            hostile,
+        ]
 
     def test_csv_has_every_point_and_is_read_back_unchanged(self) -> None:
         (data,) = csv_table.render(self.make_all_kinds()).files.values()
@@ -137,7 +146,7 @@ class TestTables:
 
     def test_parquet_has_the_same_schema_for_every_run_and_keeps_every_value(self) -> None:
         schemas = []
-        for points in (self.make_all_kinds(), [files.decoded()], [files.served()]):
+        for points in (self.make_all_kinds(), [files.make_decode_point()], [files.make_served_point()]):
             (data,) = parquet_table.render(points).files.values()
             table = pq.read_table(io.BytesIO(data))
             schemas.append(table.schema)
@@ -159,7 +168,7 @@ class TestNonFiniteNumbers:
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
     def test_nan_and_infinity_are_absent_in_every_format(self, to: str, value: float, tmp_path: Path) -> None:
         """A record file with such a value is refused, but such a record can be made in memory."""
-        record = record_builder.ok(record_builder.point(DCP), host_plan_us=value)
+        record = record_builder.make_ok_record(record_builder.make_point(DCP), host_plan_us=value)
         rendered = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render(
             [MeasuredPoint("run", tmp_path, record)]
         )
@@ -177,7 +186,9 @@ class TestNonFiniteNumbers:
 
 class TestFiles:
     def run(self, tmp_path: Path, *records: Record) -> Path:
-        return record_builder.write(tmp_path / "run", records or (record_builder.ok(record_builder.point(DCP)),))
+        return record_builder.write_records(
+            tmp_path / "run", records or (record_builder.make_ok_record(record_builder.make_point(DCP)),)
+        )
 
     def test_default_output_is_the_exports_folder_of_the_run(self, tmp_path: Path) -> None:
         run = self.run(tmp_path)
@@ -215,7 +226,11 @@ class TestFiles:
             export_runs([self.run(tmp_path)], "vllm", None)
 
     def test_left_out_points_are_counted_in_the_note(self, tmp_path: Path) -> None:
-        run = self.run(tmp_path, build.served(build.point(DCP)), record_builder.ok(record_builder.point(DCP)))
+        run = self.run(
+            tmp_path,
+            build.make_served_record(build.make_point(DCP)),
+            record_builder.make_ok_record(record_builder.make_point(DCP)),
+        )
         assert (
             export_runs([run], "vllm", None).note
             == "1 of 2 points left out: 1 of decode steps, which have no requests."
@@ -229,7 +244,7 @@ class TestFiles:
     @pytest.mark.long
     def test_very_long_model_name_is_cut_in_exports(self, to: str, tmp_path: Path) -> None:
         """Names and labels are cut; a format with a field for the model has the full name once."""
-        m = files.served()
+        m = files.make_served_point()
         huge = msgspec.structs.replace(m.record.point, model="\x1b<script>" + "x" * 10_000_000)
         render = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render
         rendered = render([MeasuredPoint("run", tmp_path, msgspec.structs.replace(m.record, point=huge))])
@@ -239,7 +254,7 @@ class TestFiles:
 
 
 def test_point_without_dcp_has_no_exchange_in_its_name() -> None:
-    plain = MeasuredPoint("run", NOWHERE, record_builder.ok(record_builder.point(Layout(4))))
+    plain = MeasuredPoint("run", NOWHERE, record_builder.make_ok_record(record_builder.make_point(Layout(4))))
     assert measured_points.make_names([[plain]]) == ["kimi-k2 tp4 flashinfer bfloat16, decode: 8 × 4,000"]
 
 
@@ -289,7 +304,7 @@ def test_existing_output_is_refused_before_records_are_read(
     """The output is a folder given by -o, the file itself, or the default below the run."""
     from dcpbench.reports import dataframes
 
-    run = record_builder.write(tmp_path / "run", [record_builder.ok(record_builder.point())])
+    run = record_builder.write_records(tmp_path / "run", [record_builder.make_ok_record(record_builder.make_point())])
     name = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").FILE
     monkeypatch.setattr(dataframes, "read_runs", lambda _: pytest.fail("records were read"))
     for folder, output in (

@@ -61,8 +61,14 @@ def parse_families(*points: MeasuredPoint) -> dict[str, Metric]:
 
 def make_all_kinds() -> list[MeasuredPoint]:
     """Return points of both workloads, measured, replayed and functional, with preemptions and goodput."""
-    tight = MeasuredPoint("run", files.NOWHERE, build.served(build.point(build.TP, 32), pages=60))
-    return [files.decoded(), files.served(), files.replayed(), files.functional(), tight]
+    tight = MeasuredPoint("run", files.NOWHERE, build.make_served_record(build.make_point(build.TP, 32), pages=60))
+    return [
+        files.make_decode_point(),
+        files.make_served_point(),
+        files.make_replayed_point(),
+        files.make_cpu_point(),
+        tight,
+    ]
 
 
 class TestText:
@@ -85,7 +91,7 @@ class TestText:
         assert len(series) == len(set(series))
 
     def test_times_are_in_seconds_and_values_are_exact(self) -> None:
-        m = files.decoded()
+        m = files.make_decode_point()
         assert m.record.metrics
         (step,) = parse_families(m)["dcpbench_step_seconds"].samples
         assert step.value == m.record.metrics.step_ms.median * 1e-3
@@ -94,7 +100,9 @@ class TestText:
 
     def test_unknown_percentile_has_no_series(self) -> None:
         """40 samples are enough for a median only."""
-        m = MeasuredPoint("run", files.NOWHERE, record_builder.ok(record_builder.point(build.DCP), steps=40))
+        m = MeasuredPoint(
+            "run", files.NOWHERE, record_builder.make_ok_record(record_builder.make_point(build.DCP), steps=40)
+        )
         assert {s.labels["statistic"] for s in parse_families(m)["dcpbench_itl_seconds"].samples} == {"p50"}
 
     def test_standing_label_marks_replayed_and_functional_points(self) -> None:
@@ -103,7 +111,7 @@ class TestText:
 
     def test_warnings_are_separate_series_and_split_no_other_series(self) -> None:
         """A throttled point keeps its series, and has one more with the same labels and its warning."""
-        clean, marked = files.decoded(), files.decoded(warnings=["throttled", "noisy"])
+        clean, marked = files.make_decode_point(), files.make_decode_point(warnings=["throttled", "noisy"])
         before, after = parse_families(clean), parse_families(marked)
         name = "dcpbench_step_seconds"
         (was,), (now,) = before[name].samples, after[name].samples
@@ -115,7 +123,7 @@ class TestText:
 
     def test_precision_label_covers_weights_and_kv(self) -> None:
         """The `dtype` of records and tables is the compute type."""
-        m = files.decoded()
+        m = files.make_decode_point()
         point = msgspec.structs.replace(m.record.point, dtype="bf16", weights_dtype="fp8", kv_dtype="fp8")
         found = parse_families(MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, point=point)))
         labels = found["dcpbench_step_seconds"].samples[0].labels
@@ -131,7 +139,7 @@ class TestText:
         """Names have quotes, backslashes, line ends and other scripts; control characters are escaped, and long names
         are cut.
         """
-        m = files.decoded()
+        m = files.make_decode_point()
         point = msgspec.structs.replace(m.record.point, model=name)
         found = parse_families(MeasuredPoint(run, m.folder, msgspec.structs.replace(m.record, point=point)))
         labels = found["dcpbench_step_seconds"].samples[0].labels
@@ -199,7 +207,7 @@ class TestDashboard:
                 assert query.count(left) == query.count(right) or (left == right and query.count(left) % 2 == 0)
 
     def test_every_label_in_a_legend_is_exported(self) -> None:
-        has = set(parse_families(files.decoded())["dcpbench_step_seconds"].samples[0].labels)
+        has = set(parse_families(files.make_decode_point())["dcpbench_step_seconds"].samples[0].labels)
         legends = [t["legendFormat"] for panel in DASHBOARD["panels"] for t in panel["targets"]]
         assert {name for legend in legends for name in self.LEGEND.findall(legend)} <= has
 

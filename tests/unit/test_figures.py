@@ -44,11 +44,11 @@ def list_legend(figure: Figure) -> list[str]:
 def ours_and_theirs(tmp_path: Path) -> dataframes.Frames:
     """Return a run of dcpbench and one of another engine under the same loads: two layouts each, one of them in both."""
     load = {"input_tokens": "8192", "output_tokens": "1024"}
-    points = [serve.point(layout, n, load, model="deepseek-r1") for n in (8, 32) for layout in (TP, DCP)]
-    ours = build.write(tmp_path / "ours", map(serve.served, points))
-    rows = [files.inferencex(tp=4, conc=n, **dp) for n in (8, 32) for dp in ({}, {"dp_attention": "true"})]
+    points = [serve.make_point(layout, n, load, model="deepseek-r1") for n in (8, 32) for layout in (TP, DCP)]
+    ours = build.write_records(tmp_path / "ours", map(serve.make_served_record, points))
+    rows = [files.make_inferencex_row(tp=4, conc=n, **dp) for n in (8, 32) for dp in ({}, {"dp_attention": "true"})]
     overrides = Overrides(model="deepseek-r1")
-    import_files([files.file(tmp_path, *rows)], "inferencex", tmp_path / "theirs", overrides, force=False)
+    import_files([files.write_file(tmp_path, *rows)], "inferencex", tmp_path / "theirs", overrides, force=False)
     return dataframes.load_frames([tmp_path / "theirs", ours])
 
 
@@ -65,9 +65,9 @@ def test_every_line_of_two_engines_has_its_own_legend_entry(ours_and_theirs: dat
 
 def test_long_server_names_differ_in_legends_and_alt_texts(tmp_path: Path) -> None:
     for seqs in (128, 256):
-        files.sweep(tmp_path / "sweep", {**LONG, "max_num_seqs": seqs}, {"max_concurrency": 8}, runs=1)
+        files.write_sweep(tmp_path / "sweep", {**LONG, "max_num_seqs": seqs}, {"max_concurrency": 8}, runs=1)
         more = {**LONG, "gpu_memory_utilization": 0.9, "max_num_batched_tokens": 4096, "max_num_seqs": seqs}
-        files.sweep(tmp_path / "sweep", more, {"max_concurrency": 8}, runs=1)
+        files.write_sweep(tmp_path / "sweep", more, {"max_concurrency": 8}, runs=1)
     import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(tp=8), force=False)
     found = dataframes.load_frames([tmp_path / "run"]).served
     legend = list_legend(figures.draw_throughput(found, Style.from_points(found), "title"))
@@ -80,7 +80,7 @@ def test_long_server_names_differ_in_legends_and_alt_texts(tmp_path: Path) -> No
 def test_points_of_one_layout_at_one_load_are_drawn_side_by_side(tmp_path: Path) -> None:
     """Three servers at 8 requests: one at the load, one at each side of it."""
     for seqs in (4, 8, 16):
-        files.sweep(tmp_path / "sweep", {"max_num_seqs": seqs}, {"max_concurrency": 8}, runs=1)
+        files.write_sweep(tmp_path / "sweep", {"max_num_seqs": seqs}, {"max_concurrency": 8}, runs=1)
     import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(tp=8), force=False)
     found = dataframes.load_frames([tmp_path / "run"]).served
     (ax,) = figures.draw_throughput(found, Style.from_points(found), "title").axes
@@ -91,8 +91,8 @@ def test_points_of_one_layout_at_one_load_are_drawn_side_by_side(tmp_path: Path)
 
 def test_ratios_of_each_run_have_a_panel(tmp_path: Path) -> None:
     """A ratio is against another layout of the same run: one line for two runs would go up and down at each load."""
-    points = [build.point(layout, concurrency=n) for layout in (TP, DCP) for n in (8, 32)]
-    runs = [build.write(tmp_path / name, map(build.ok, points)) for name in ("monday", "tuesday")]
+    points = [build.make_point(layout, concurrency=n) for layout in (TP, DCP) for n in (8, 32)]
+    runs = [build.write_records(tmp_path / name, map(build.make_ok_record, points)) for name in ("monday", "tuesday")]
     read = dataframes.load_frames(runs)
     look = Style.from_points(read.points)
     rows = read.findings.against_others
@@ -111,8 +111,10 @@ def test_ratios_of_each_run_have_a_panel(tmp_path: Path) -> None:
 
 def test_layout_rejected_at_every_load_is_named_in_its_colour(tmp_path: Path) -> None:
     """tp4·dp4 was rejected for memory at every load, so that no line of it is drawn."""
-    ran = [build.ok(build.point(layout, concurrency=n)) for layout in (TP, DCP) for n in (8, 32)]
-    read = dataframes.load_frames([build.write(tmp_path / "run", [*ran, build.rejected(build.point(Layout(4, 4)))])])
+    ran = [build.make_ok_record(build.make_point(layout, concurrency=n)) for layout in (TP, DCP) for n in (8, 32)]
+    read = dataframes.load_frames(
+        [build.write_records(tmp_path / "run", [*ran, build.make_rejected_record(build.make_point(Layout(4, 4)))])]
+    )
     rejected = overview.select_rejected_for_memory(read)
     figure = figures.draw_overview(read.findings.against_others, Style.from_points(read.points), "title", rejected)
     (named,) = (text for ax in figure.axes for text in ax.texts if "does not fit from" in text.get_text())
@@ -122,17 +124,24 @@ def test_layout_rejected_at_every_load_is_named_in_its_colour(tmp_path: Path) ->
 
 def test_ratios_are_drawn_for_a_limited_number_of_runs(tmp_path: Path) -> None:
     """A figure has a row for each run."""
-    points = [build.point(layout) for layout in (TP, DCP)]
-    runs = [build.write(tmp_path / f"run-{n}", map(build.ok, points)) for n in range(plots.MAX_LENGTHS + 3)]
+    points = [build.make_point(layout) for layout in (TP, DCP)]
+    runs = [
+        build.write_records(tmp_path / f"run-{n}", map(build.make_ok_record, points))
+        for n in range(plots.MAX_LENGTHS + 3)
+    ]
     found = plots._select_sides(dataframes.load_frames(runs).findings.against_others)
     assert found["run"].nunique() == plots.MAX_LENGTHS
 
 
 def test_layouts_with_different_ep_share_a_colour_and_differ_in_dashes(tmp_path: Path) -> None:
     """A layout drawn with a single expert parallel degree has a solid line, as a layout without attention DP has."""
-    points = [build.point(TP), *(build.point(Layout(4, dp=4), ep=ep) for ep in ("1", "tp"))]
-    both = Style.from_points(dataframes.load_frames([build.write(tmp_path / "both", map(build.ok, points))]).points)
-    one = Style.from_points(dataframes.load_frames([build.write(tmp_path / "one", map(build.ok, points[:2]))]).points)
+    points = [build.make_point(TP), *(build.make_point(Layout(4, dp=4), ep=ep) for ep in ("1", "tp"))]
+    both = Style.from_points(
+        dataframes.load_frames([build.write_records(tmp_path / "both", map(build.make_ok_record, points))]).points
+    )
+    one = Style.from_points(
+        dataframes.load_frames([build.write_records(tmp_path / "one", map(build.make_ok_record, points[:2]))]).points
+    )
     split, parallel = (both.get_look(f"tp4·dp4·ep{n}", "", both.runs[0]) for n in (1, 4))
     assert split["color"] == parallel["color"]
     assert (split["linestyle"], split["marker"]) != (parallel["linestyle"], parallel["marker"])
@@ -144,8 +153,8 @@ def test_layouts_with_different_ep_share_a_colour_and_differ_in_dashes(tmp_path:
 def test_variants_of_a_layout_have_distinct_markers(tmp_path: Path) -> None:
     """Neighbours in the list of markers look similar when small, such as a triangle and a diamond."""
     changes_of_variants = {"exchange": "ag_rs"}, {"exchange": "a2a"}, {"exchange": "symm"}
-    points = [build.point(DCP, **changes) for changes in changes_of_variants]
-    found = dataframes.load_frames([build.write(tmp_path / "run", map(build.ok, points))]).points
+    points = [build.make_point(DCP, **changes) for changes in changes_of_variants]
+    found = dataframes.load_frames([build.write_records(tmp_path / "run", map(build.make_ok_record, points))]).points
     look = Style.from_points(found)
     markers = [look.get_look("tp4·dcp4", name, look.runs[0])["marker"] for name in ("ag_rs", "a2a", "symm")]
     assert markers == ["^", "P", "s"]
@@ -157,8 +166,10 @@ def test_error_bars_end_at_the_interval(least: float, most: float, tmp_path: Pat
     the other.
     """
     metrics = compute_decode_metrics([least, 39, 39.5, 40, 40.5, 41, most], 8, 4)
-    record = msgspec.structs.replace(build.ok(build.point(TP, concurrency=8), steps=1), metrics=metrics)
-    points = dataframes.load_frames([build.write(tmp_path / "run", [record])]).points
+    record = msgspec.structs.replace(
+        build.make_ok_record(build.make_point(TP, concurrency=8), steps=1), metrics=metrics
+    )
+    points = dataframes.load_frames([build.write_records(tmp_path / "run", [record])]).points
     for draw, name in ((figures.draw_throughput, "output_tok_s"), (figures.draw_itl, "step_ms")):
         (ax,) = draw(points, Style.from_points(points), "title").axes
         ((ends,),) = (bar.get_segments() for bar in ax.collections)  # type: ignore[attr-defined]
@@ -192,7 +203,7 @@ def test_highest_percentile_of_all_points_is_drawn_else_of_some(samples: tuple[s
 
 def test_cpu_watermark_is_behind_marks_and_below_bars(tmp_path: Path) -> None:
     """The watermark is behind points, lines and error bars, and below the axis of bars, which may fill their panel."""
-    points = dataframes.load_frames([build.write(tmp_path / "run", build.cpu_sweep())]).points
+    points = dataframes.load_frames([build.write_records(tmp_path / "run", build.make_cpu_sweep())]).points
     look = Style.from_points(points)
     for draw in (figures.draw_throughput, figures.draw_itl, figures.draw_frontier):
         for ax in draw(points, look, "title").axes:
@@ -211,7 +222,7 @@ def test_legend_explains_hollow_marks_of_replayed_points(
     draw: Callable[..., Figure], mode: str, tmp_path: Path
 ) -> None:
     """Other legends do not mention hollow marks."""
-    served = dataframes.load_frames([build.write(tmp_path / "run", serve.run())]).served
+    served = dataframes.load_frames([build.write_records(tmp_path / "run", serve.make_run())]).served
     points = served[served["mode"] == mode]
     figure = draw(points, Style.from_points(points), "title")
     hollow = {line.get_markerfacecolor() for ax in figure.axes for line in ax.get_lines() if line.get_marker() == "o"}
@@ -220,7 +231,7 @@ def test_legend_explains_hollow_marks_of_replayed_points(
 
 
 def test_legend_of_replayed_ratios_explains_hollow_marks(tmp_path: Path) -> None:
-    ratios = dataframes.load_frames([build.write(tmp_path / "run", serve.run())]).findings.ratios
+    ratios = dataframes.load_frames([build.write_records(tmp_path / "run", serve.make_run())]).findings.ratios
     legends = {
         mode: list_legend(figures.draw_break_even(found, Style.from_points(found), "title"))
         for mode, found in ratios.groupby("mode")
@@ -231,7 +242,7 @@ def test_legend_of_replayed_ratios_explains_hollow_marks(tmp_path: Path) -> None
 def test_progress_has_number_and_total_before_each_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots.FigureWriter, "write_figure", lambda *_: None)
     messages: list[str] = []
-    read = dataframes.load_frames([build.write(tmp_path / "run", serve.run())])
+    read = dataframes.load_frames([build.write_records(tmp_path / "run", serve.make_run())])
     pictures = plots.draw_all(read, tmp_path / "figures", watch=messages.append)
     assert messages == [f"figure {n} of {len(pictures)}: {one.title}" for n, one in enumerate(pictures, 1)]
     assert plots.draw_all(read, tmp_path / "none", drawn=False, watch=messages.append)
@@ -248,10 +259,10 @@ def test_panel_titles_mark_the_name_of_the_run() -> None:
 
 
 def test_break_even_distinguishes_exchanges_next_to_served_points_without_them(tmp_path: Path) -> None:
-    decode = [build.ok(build.point(TP))]
-    decode += [build.ok(build.point(DCP, exchange=name)) for name in ("ag_rs", "symm")]
-    served = [serve.served(serve.point(layout, exchange="none")) for layout in (TP, DCP)]
-    read = dataframes.load_frames([build.write(tmp_path / "run", [*decode, *served])])
+    decode = [build.make_ok_record(build.make_point(TP))]
+    decode += [build.make_ok_record(build.make_point(DCP, exchange=name)) for name in ("ag_rs", "symm")]
+    served = [serve.make_served_record(serve.make_point(layout, exchange="none")) for layout in (TP, DCP)]
+    read = dataframes.load_frames([build.write_records(tmp_path / "run", [*decode, *served])])
     figure = figures.draw_break_even(read.findings.ratios.query("mode == 'decode'"), plots.assign_looks(read)[True], "")
     shown, legend = list_looks(figure)
     assert len(shown) == 2
@@ -267,8 +278,8 @@ def test_ticks_of_request_rates_keep_their_decimals() -> None:
 def test_panel_without_a_comparison_states_that(tmp_path: Path) -> None:
     """At context 32,000 only kimi-k2 ran with two layouts."""
     ran = [("kimi-k2", 4000), ("kimi-k2", 32000), ("deepseek-v3", 4000)]
-    found = [build.ok(build.point(layout, model=m, context=c)) for m, c in ran for layout in (TP, DCP)]
-    read = dataframes.load_frames([build.write(tmp_path / "run", found)])
+    found = [build.make_ok_record(build.make_point(layout, model=m, context=c)) for m, c in ran for layout in (TP, DCP)]
+    read = dataframes.load_frames([build.write_records(tmp_path / "run", found)])
     rows = read.findings.against_others
     figure = figures.draw_overview(rows, Style.from_points(rows), "", overview.select_rejected_for_memory(read))
     empty = [ax for ax in figure.axes if any(text.get_text() == "fewer than two layouts" for text in ax.texts)]
@@ -293,12 +304,12 @@ def test_overview_has_a_panel_for_each_condition(
 ) -> None:
     """Otherwise a layout's line would join points that are not compared."""
     found = [
-        build.ok(build.point(layout, concurrency=n, **changes))
+        build.make_ok_record(build.make_point(layout, concurrency=n, **changes))
         for changes in conditions
         for n in (8, 32)
         for layout in (TP, DCP)
     ]
-    read = dataframes.load_frames([build.write(tmp_path / "run", found)])
+    read = dataframes.load_frames([build.write_records(tmp_path / "run", found)])
     rows = read.findings.against_others
     figure = figures.draw_overview(rows, Style.from_points(rows), "", overview.select_rejected_for_memory(read))
     shown = [" ".join(ax.get_title().split()) for ax in figure.axes]

@@ -103,7 +103,7 @@ def test_freeing_padding_or_a_page_twice_raises_value_error(pages_back: list[int
 
 def test_environment_columns_are_numbered_if_a_run_has_several() -> None:
     """There are as many columns as different environments; the first has the run's name alone."""
-    first = record_builder.ok(record_builder.point())
+    first = record_builder.make_ok_record(record_builder.make_point())
     assert first.environment is not None
     records = [
         msgspec.structs.replace(first, environment=msgspec.structs.replace(first.environment, torch=version))
@@ -149,8 +149,8 @@ def test_replay_records_its_duration(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     for name in ("read_step_times", "make_point_requests"):
         monkeypatch.setattr(replay, name, lambda *_: None)
-    point = record_builder.point()
-    monkeypatch.setattr(replay, "replay_point", lambda *_, **__: record_builder.ok(point))
+    point = record_builder.make_point()
+    monkeypatch.setattr(replay, "replay_point", lambda *_, **__: record_builder.make_ok_record(point))
     record = replay.replay_from_file(point, None, tmp_path, Settings(), tmp_path)  # type: ignore[arg-type]
     assert record.seconds == 2.346
 

@@ -183,8 +183,8 @@ def test_report_states_ratio_of_step_to_floor_and_time_above(tmp_path):
     """
     us = compute_step_floors(TP2_DCP2, make_two_requests(TP2_DCP2), RATES)
     more = {"moe": 1104, "mlp_reduce": 1000, "attention": 500}
-    record = record_builder.ok(
-        record_builder.point(TP2_DCP2.layout, model="by hand", concurrency=2, context=5),
+    record = record_builder.make_ok_record(
+        record_builder.make_point(TP2_DCP2.layout, model="by hand", concurrency=2, context=5),
         median_ms=9.996,
         noise=0.0,
         steps=30,
@@ -198,7 +198,7 @@ def test_report_states_ratio_of_step_to_floor_and_time_above(tmp_path):
         ),
         floor=Floor(floor_ms=sum(us.values()) / 1e3, phase_floor_us=us, experts="routed"),
     )
-    points = dataframes.load_frames([record_builder.write(tmp_path / "run", [record])]).points
+    points = dataframes.load_frames([record_builder.write_records(tmp_path / "run", [record])]).points
     assert format_decode_sentences(points) == [
         (
             "by hand: a step takes 1.50× what this machine allows (tp2·dcp2 at concurrency 2 · context 5: 10.00 ms, minimum "
@@ -410,10 +410,10 @@ class TestFp8:
         assert compute_step_matmul_s(sharding, step, {"matmul": 1e12}) is None
 
     def test_sharding_takes_item_sizes_from_the_point(self):
-        point = record_builder.point(Layout(1), dtype="bf16", weights_dtype="fp8", kv_dtype="fp8")
+        point = record_builder.make_point(Layout(1), dtype="bf16", weights_dtype="fp8", kv_dtype="fp8")
         found = Sharding.from_point(point, SHAPES["deepseek-v3"])
         assert (found.itemsize, found.in_fp8, found.kv_itemsize) == (2, True, 1)
-        plain = Sharding.from_point(record_builder.point(Layout(1), dtype="bf16"), SHAPES["deepseek-v3"])
+        plain = Sharding.from_point(record_builder.make_point(Layout(1), dtype="bf16"), SHAPES["deepseek-v3"])
         assert (plain.itemsize, plain.in_fp8, plain.kv_itemsize) == (2, False, 2)
 
 

@@ -9,7 +9,7 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.roofline import Sharding, StepRows, compute_step_floors, iter_phase_works
 from dcpbench.records.record import Floor, Phases, Rates, Record
 from tests.unit import record_builder as build
-from tests.unit.bench_builder import timing
+from tests.unit.bench_builder import make_timing
 from tools import floors as tool
 
 RATES = Rates(read_bytes_s=4.6e12, copy_bytes_s=4.3e12, matmul_flop_s=790e12, peer_bytes_s=370e9, barrier_us=3.0)
@@ -17,14 +17,14 @@ RATES = Rates(read_bytes_s=4.6e12, copy_bytes_s=4.3e12, matmul_flop_s=790e12, pe
 
 def make_record_with_floors(layout: Layout) -> Record:
     """Return a record of DeepSeek-V3 with 8 requests of 4,000 tokens; each phase takes twice its floor."""
-    point = build.point(layout, model="deepseek-v3", dtype="bf16")
+    point = build.make_point(layout, model="deepseek-v3", dtype="bf16")
     sharding = Sharding.from_point(point, load_shape(point.model))
     us = compute_step_floors(sharding, StepRows(decodes=(4001,) * 8, sampled=8, tokens=8), RATES.limits)
     spent = Phases(
         step_us=1, phase_us={n: 2 * f for n, f in us.items()}, idle_us=0, idle_fraction=0, kernels=1, steps=1
     )
     floor = Floor(floor_ms=sum(us.values()) / 1e3, phase_floor_us=us, experts="expected")
-    return build.ok(point, steps=30, phases=spent, rates=RATES, floor=floor)
+    return build.make_ok_record(point, steps=30, phases=spent, rates=RATES, floor=floor)
 
 
 def make_bench(name: str, *floors_us: float, variant: str = "triton", **sizes: object) -> BenchRecord:
@@ -35,7 +35,7 @@ def make_bench(name: str, *floors_us: float, variant: str = "triton", **sizes: o
             case=Case(variant=variant, calls=1, sizes={**({"product": p} if p else {}), **sizes}),
             correct=True,
             floor_us=us,
-            graph=Graph(time=timing(us * 4 / 3)),
+            graph=Graph(time=make_timing(us * 4 / 3)),
         )
         for p, us in zip(products, floors_us, strict=True)
     ]
@@ -86,7 +86,7 @@ def test_bench_more_than_5_percent_off_differs_and_exits_with_1(tmp_path, capsys
     for factor, code in ((1.04, 0), (1.06, 1)):
         record_of_bench = make_bench("attention", factor * each, heads=128, requests=8, context=4000, lengths="even")
         (tmp_path / "benches" / "bench-attention.json").write_bytes(msgspec.json.encode(record_of_bench))
-        run = build.write(tmp_path / f"run{code}", [record])
+        run = build.write_records(tmp_path / f"run{code}", [record])
         assert tool.main([str(run), str(tmp_path / "benches")]) == code
         assert ("DIFFERS" in capsys.readouterr().out) == bool(code)
 
@@ -96,5 +96,5 @@ def test_other_sizes_are_not_compared_and_no_comparison_exits_with_1(tmp_path, c
     record_of_bench = make_bench("attention", 1.0, heads=64, requests=8, context=4000, lengths="even")
     assert list(tool.compare_record(record, [record_of_bench])) == []
     (tmp_path / "bench-attention.json").write_bytes(msgspec.json.encode(record_of_bench))
-    assert tool.main([str(build.write(tmp_path / "run", [record])), str(tmp_path)]) == 1
+    assert tool.main([str(build.write_records(tmp_path / "run", [record])), str(tmp_path)]) == 1
     assert "No operator can be compared" in capsys.readouterr().out

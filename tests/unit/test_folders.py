@@ -240,7 +240,7 @@ class TestResume:
 
     def test_resume_with_another_command_is_refused_with_the_command_to_type(self, tmp_path: Path) -> None:
         """Differing options of two commands would be a misleading error."""
-        served = serve_record_builder.point(serve_record_builder.DCP)
+        served = serve_record_builder.make_point(serve_record_builder.DCP)
         folders.check_same_command(tmp_path, POINT, [])
         write_job(tmp_path, "tp2-0", point=served, command=f"dcpbench serve --tp 2 -o {tmp_path}")
         with pytest.raises(OutputError, match="holds a run of serve, and this is sweep") as caught:
@@ -250,7 +250,7 @@ class TestResume:
 
     def test_command_is_taken_from_records_if_there_is_no_job(self, tmp_path: Path) -> None:
         """A replay needs no job."""
-        served = serve_record_builder.served(serve_record_builder.point(serve_record_builder.DCP))
+        served = serve_record_builder.make_served_record(serve_record_builder.make_point(serve_record_builder.DCP))
         assert served.environment
         typed = msgspec.structs.replace(served.environment, command="dcpbench serve --mode replay")
         record = msgspec.structs.replace(served, environment=typed)

@@ -21,12 +21,12 @@ from dcpbench.serving.replay import replay_requests
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.step_model import Slowdown
 from tests.unit import serve_record_builder as served
-from tests.unit.virtual_serving import config
+from tests.unit.virtual_serving import make_config
 
 if TYPE_CHECKING:
     from dcpbench.serving.requests import Step
 
-DCP, PLAIN = served.point(served.DCP), served.point(served.TP)
+DCP, PLAIN = served.make_point(served.DCP), served.make_point(served.TP)
 POLICIES = ("mixed", "vllm", "sglang")
 
 
@@ -57,7 +57,7 @@ FAST, SLOW = FakeStepTimes(kv_ms=0.005), FakeStepTimes()
 
 def make_side(times: FakeStepTimes = SLOW, pages: int = 40, **changes: Any) -> Side:
     """Return a side with a pool of 39 pages of 16 tokens on each rank."""
-    return Side(config=config(pages=pages, **changes), times=times)  # type: ignore[arg-type]
+    return Side(config=make_config(pages=pages, **changes), times=times)  # type: ignore[arg-type]
 
 
 def draw_requests(seed: int, count: int = 40, *, groups: int = 0, rate: float | None = None) -> list[ServeRequest]:
@@ -76,7 +76,7 @@ def draw_requests(seed: int, count: int = 40, *, groups: int = 0, rate: float | 
 
 
 def split_gain(requests: list[ServeRequest], baseline: Side, layout: Side, clients: int | None = 8) -> GainSplit:
-    changes = {} if clients else {"load": served.load(arrival="gamma", request_rate=1.0)}
+    changes = {} if clients else {"load": served.make_load(arrival="gamma", request_rate=1.0)}
     point, plain = (msgspec.structs.replace(p, concurrency=clients or 8, **changes) for p in (DCP, PLAIN))
     return gain_split.split_gain(point, plain, requests, {plain.layout_name: baseline, point.layout_name: layout})
 

@@ -80,7 +80,7 @@ def test_total_power_is_a_sum_and_unknown_if_one_gpu_has_none() -> None:
 
 def test_joules_per_token_are_total_power_over_output() -> None:
     """At 100 tok/s, 2,000 W are 20 J; an emulated rank does not know the power of the others."""
-    record = build.ok(build.point(Layout(4)), median_ms=80.0)
+    record = build.make_ok_record(build.make_point(Layout(4)), median_ms=80.0)
     record = msgspec.structs.replace(record, gpu=Gpu(power_w_all=2000.0))
     joules = METRIC["joules_per_token"]
     assert record.metrics is not None
@@ -92,7 +92,7 @@ def test_joules_per_token_are_total_power_over_output() -> None:
 
 def test_recommendation_states_energy_of_records_that_have_it() -> None:
     """The lowest of each load comes first; layouts without a measurement are left out."""
-    record = build.ok(build.point(Layout(4)), median_ms=80.0)
+    record = build.make_ok_record(build.make_point(Layout(4)), median_ms=80.0)
     thrifty, plain, silent = (
         from_record(msgspec.structs.replace(record, gpu=gpu), "run")
         for gpu in (Gpu(power_w_all=1000.0), Gpu(power_w_all=2000.0), None)

@@ -26,7 +26,7 @@ from dcpbench.records.record import Environment
 from dcpbench.serving.requests import Chunk
 from dcpbench.workloads import decode
 from dcpbench.workloads.session import build_session
-from tests.unit.engine_builder import CPU, alone, count_bytes, engine, layers
+from tests.unit.engine_builder import CPU, count_bytes, make_engine, make_groups, make_layers
 
 DENSE = ModelShape(
     name="grouped",
@@ -51,7 +51,7 @@ SPARSE = dataclasses.replace(
 
 def load_rank_weights(shape, layout, rank=0, wide=QueryReplication(), *, fp8=False):  # noqa: B008 - frozen
     return load_weights(
-        SyntheticSource(0, torch.float32, CPU), shape, layout, rank, layers(shape), replicated=wide, fp8=fp8
+        SyntheticSource(0, torch.float32, CPU), shape, layout, rank, make_layers(shape), replicated=wide, fp8=fp8
     )
 
 
@@ -61,7 +61,9 @@ def load_rank_weights(shape, layout, rank=0, wide=QueryReplication(), *, fp8=Fal
 @pytest.mark.parametrize("shape", [DENSE, SPARSE], ids=["dense", "sparse"])
 def test_weights_of_a_rank_have_the_bytes_of_the_memory_plan(shape, layout, wide, fp8):
     held = load_rank_weights(shape, layout, wide=wide, fp8=fp8)
-    planned = memory.compute_weight_bytes(shape, layout, 4, *layers(shape), wide, FORMATS[FP8] if fp8 else UNQUANTISED)
+    planned = memory.compute_weight_bytes(
+        shape, layout, 4, *make_layers(shape), wide, FORMATS[FP8] if fp8 else UNQUANTISED
+    )
     assert count_bytes(held) == planned
 
 
@@ -93,7 +95,7 @@ def test_rank_holds_the_kv_heads_of_its_query_heads():
 
 def test_step_of_a_dense_model_needs_no_router():
     """Two requests have different lengths; logits are finite, and the KV row of each new token is written."""
-    built = engine(shape=DENSE, page_size=4)
+    built = make_engine(shape=DENSE, page_size=4)
     requests = [built.add_request(n) for n in (3, 9)]
     for number, request in enumerate(requests):
         built.write_random_kv(request, number, 0)
@@ -143,7 +145,7 @@ def test_chunks_attend_to_prefixes_and_their_own_rows(kv_heads, window, kv_dtype
     model = Model(
         shape,
         layout,
-        alone(layout, 0),
+        make_groups(layout, 0),
         load_rank_weights(shape, layout),
         kv,
         interleave=1,

@@ -13,8 +13,8 @@ from dcpbench.serving.scheduler import Scheduler
 from dcpbench.serving.step_cases import TRAIN, HotRun, find_fullest, is_bare, make_cases, make_hot_runs
 from dcpbench.serving.step_model import HEAT_S, DeviceHeat, HotStep, ReplicaBatch, Slowdown
 from dcpbench.serving.step_times import HOT, Case, Chunks, Decodes, MeasuredCase, StepTimes
-from tests.unit.serving_builder import config, request
-from tests.unit.step_times_builder import EXTENT, step_times, true_ms
+from tests.unit.serving_builder import make_config, make_request
+from tests.unit.step_times_builder import EXTENT, compute_true_ms, make_step_times
 from tests.unit.test_step_times import make_replica, predict_ms
 
 DECODES, CHUNKS = ReplicaBatch.from_requests(8, 8000, []), ReplicaBatch.from_requests(0, 0, [(2048, 0)])
@@ -135,11 +135,11 @@ class TestHeat:
 
 
 def make_hot_case(case: Case, times: float) -> MeasuredCase:
-    return MeasuredCase(case=case, samples_ms=[times * true_ms(case.compute_work())])
+    return MeasuredCase(case=case, samples_ms=[times * compute_true_ms(case.compute_work())])
 
 
 def make_hot_times(*cases: MeasuredCase) -> StepTimes:
-    cool = step_times()
+    cool = make_step_times()
     return msgspec.structs.replace(cool, cases=[*cool.cases, *cases])
 
 
@@ -156,10 +156,10 @@ class TestDurations:
         """After a prompt of 5,000 tokens, the first of 40 decodes takes a tenth longer and the next one e^(-41.4 / 40)
         of that, as no case gives the time constant; the last ones take as long as without hot cases.
         """
-        setup = config(pages=9000, max_requests=48, chunk=8192, max_context=9000)
+        setup = make_config(pages=9000, max_requests=48, chunk=8192, max_context=9000)
         found = []
-        for times in (step_times(), make_hot_times(*(make_hot_case(run.case, 1.1) for run in RUNS))):
-            traffic = replay_requests([request(0, 5000, 41)], Scheduler(setup), 1, times).traffic
+        for times in (make_step_times(), make_hot_times(*(make_hot_case(run.case, 1.1) for run in RUNS))):
+            traffic = replay_requests([make_request(0, 5000, 41)], Scheduler(setup), 1, times).traffic
             at = traffic.samples[0].token_s
             found.append([b - a for a, b in itertools.pairwise(at)])
         cool, slow = found
@@ -184,7 +184,7 @@ class TestDurations:
             make_hot_case(after, 1.05),
         ).slowdown
         assert slowed.compute_final_heat([make_chunk(512)]) == pytest.approx(0.5)
-        assert slowed.settle_s == pytest.approx(true_ms(probe.compute_work()) / 1e3 / math.log(2), rel=0.03)
+        assert slowed.settle_s == pytest.approx(compute_true_ms(probe.compute_work()) / 1e3 / math.log(2), rel=0.03)
 
 
 RUNS = make_hot_runs(EXTENT, find_fullest(make_cases(EXTENT)))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dcpbench.errors import DcpbenchError
-from tests.unit.hostile_files import KINDS, damaged
+from tests.unit.hostile_files import KINDS, damage_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ def test_damaged_file_is_read_or_refused_with_an_error(kind: str, tmp_path: Path
     rng = random.Random(kind)
     errors = []
     for number in range(ROUNDS):
-        wrong = damaged(content, rng)
+        wrong = damage_text(content, rng)
         path.write_bytes(wrong)
         try:
             read(path)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def imported(tmp_path: Path, engine: str, *results: dict[str, Any], **options: Any) -> list[Record]:
     """Return the records of a file with these results."""
-    path = files.file(tmp_path, *results)
+    path = files.write_file(tmp_path, *results)
     import_files([path], engine, tmp_path / "run", Overrides(**options), force=True)
     return read_records(tmp_path / "run")
 
@@ -52,7 +52,7 @@ class TestWithDetails:
 
     def test_latencies_are_computed_from_requests(self, tmp_path: Path) -> None:
         """ITL pools 4 gaps: mean 37.5 ms, median 35 ms. TPOT of two requests: 33.3 and 50 ms; the third has one token."""
-        _, found = one(tmp_path, "vllm", files.vllm())
+        _, found = one(tmp_path, "vllm", files.make_vllm_result())
         assert found.ttft_ms.p50 == pytest.approx(500)
         assert (found.itl_ms.mean, found.itl_ms.p50, found.itl_ms.samples) == (
             pytest.approx(37.5),
@@ -65,7 +65,7 @@ class TestWithDetails:
 
     def test_wall_time_runs_from_first_submission_to_last_token(self, tmp_path: Path) -> None:
         """Requests with start times give 0.7 s. vLLM's own duration, 0.8 s, includes the set-up of its client."""
-        _, found = one(tmp_path, "vllm", files.vllm())
+        _, found = one(tmp_path, "vllm", files.make_vllm_result())
         assert found.wall_s == pytest.approx(0.7)
         assert found.output_tok_s == pytest.approx(10)
         assert found.total_tok_s == pytest.approx(307 / 0.7)
@@ -74,7 +74,7 @@ class TestWithDetails:
         """The first request fails at 999.5 s, and the last token comes at 1000.7 s: 7 tokens in 1.2 s."""
         first: dict[str, Any] = {"input_lens": 100, "output_lens": 0, "ttfts": 0.0, "itls": [], "errors": "refused"}
         first |= {"latencies": 0.0, "start_times": 999.5}
-        whole = files.vllm()
+        whole = files.make_vllm_result()
         lists = {name: [value, *whole[name]] for name, value in first.items()}
         _, found = one(tmp_path, "vllm", whole | lists | {"num_prompts": 4, "failed": 1})
         assert found.wall_s == pytest.approx(1.2)
@@ -88,15 +88,15 @@ class TestWithDetails:
         e2e = {f"{name}_ttft_ms": 550.0 for name in ("mean", "median", "p99")}
         tpot = {f"{name}_tpot_ms": -2e-4 for name in ("mean", "median", "p99")}
         itl = {f"{name}_itl_ms": 0.0 for name in ("mean", "median", "std", "p95", "p99")}
-        result = files.sglang(**e2e, **tpot, **itl, ttfts=[0.6, 0.55, 0.5], itls=[[], [], []])
-        record, found = one(tmp_path, "sglang", result if detailed else files.without_details(result))
+        result = files.make_sglang_result(**e2e, **tpot, **itl, ttfts=[0.6, 0.55, 0.5], itls=[[], [], []])
+        record, found = one(tmp_path, "sglang", result if detailed else files.remove_details(result))
         assert (found.ttft_ms.mean, found.tpot_ms.mean, found.itl_ms.mean, found.tok_s_per_user) == (None,) * 4
         assert found.e2el_ms.mean == pytest.approx(550)
         assert "chunk_gaps" not in record.warnings
 
     def test_sglang_wall_time_is_the_duration_of_the_file(self, tmp_path: Path) -> None:
         """SGLang's file has no start times."""
-        _, found = one(tmp_path, "sglang", files.sglang())
+        _, found = one(tmp_path, "sglang", files.make_sglang_result())
         assert found.wall_s == 0.8
         assert found.output_tok_s == pytest.approx(7 / 0.8)
         assert found.itl_ms.p50 == pytest.approx(35)
@@ -104,19 +104,19 @@ class TestWithDetails:
 
     def test_p99_of_three_requests_is_absent(self, tmp_path: Path) -> None:
         """vLLM's file has a p99 of three requests, which dcpbench does not report."""
-        record, found = one(tmp_path, "vllm", files.vllm())
+        record, found = one(tmp_path, "vllm", files.make_vllm_result())
         assert found.ttft_ms.p99 is None
         assert record.warnings == ["few_samples"]
 
     def test_samples_are_written_to_a_file_of_the_run(self, tmp_path: Path) -> None:
-        _, found = one(tmp_path, "vllm", files.vllm())
+        _, found = one(tmp_path, "vllm", files.make_vllm_result())
         rows = samples.read_samples(tmp_path / "run" / found.samples_file)
         assert [r.submitted_s for r in rows] == pytest.approx([0, 0.1, 0.2])
         assert rows[0].token_s == pytest.approx([0.5, 0.53, 0.561, 0.6])
         assert rows[0].cached_tokens is None
 
     def test_failed_requests_are_excluded_and_marked(self, tmp_path: Path) -> None:
-        result = files.vllm(
+        result = files.make_vllm_result(
             num_prompts=4,
             failed=1,
             input_lens=[100] * 4,
@@ -136,7 +136,7 @@ class TestWithDetails:
 
     def test_rate_per_user_of_multi_token_chunks_is_computed_from_tpot(self, tmp_path: Path) -> None:
         """Four tokens in two chunks have one gap of 100 ms for 3 tokens. The median of TPOT 33.3 and 50 ms is 41.7 ms."""
-        result = files.vllm(itls=[[0.1], [0.05], []])
+        result = files.make_vllm_result(itls=[[0.1], [0.05], []])
         record, found = one(tmp_path, "vllm", result)
         assert "chunk_gaps" in record.warnings
         assert found.itl_ms.samples == 2, "the gaps of chunks"
@@ -149,16 +149,16 @@ class TestWithDetails:
         """SGLang writes a chunk of three tokens 100 ms after the first as three gaps of 33.3 ms, none of which was
         measured.
         """
-        result = files.sglang(itls=[[0.1 / 3] * 3, [0.05], []])
+        result = files.make_sglang_result(itls=[[0.1 / 3] * 3, [0.05], []])
         record, found = one(tmp_path, "sglang", result)
         assert "chunk_gaps" in record.warnings
         assert found.tok_s_per_user == pytest.approx(1000 / ((100 / 3 + 50) / 2))
-        (plain,) = imported(tmp_path, "sglang", files.sglang())
+        (plain,) = imported(tmp_path, "sglang", files.make_sglang_result())
         assert "chunk_gaps" not in plain.warnings
 
     def test_answers_without_streaming_have_no_ttft(self, tmp_path: Path) -> None:
         """vLLM writes 0 for them."""
-        result = files.vllm(ttfts=[0.0, 0.0, 0.0], itls=[[], [], []])
+        result = files.make_vllm_result(ttfts=[0.0, 0.0, 0.0], itls=[[], [], []])
         _, found = one(tmp_path, "vllm", result)
         assert found.ttft_ms.p50 is None
         assert found.tpot_ms.p50 is None
@@ -167,14 +167,14 @@ class TestWithDetails:
 
 class TestWithoutDetails:
     def test_summary_of_the_tool_is_imported_and_marked(self, tmp_path: Path) -> None:
-        record, found = one(tmp_path, "vllm", files.without_details(files.vllm()))
+        record, found = one(tmp_path, "vllm", files.remove_details(files.make_vllm_result()))
         assert record.warnings == ["summary_only"]
         assert (found.ttft_ms.p50, found.ttft_ms.p99, found.ttft_ms.p90) == (500.0, 500.0, None)
         assert found.e2el_ms.p50 is None, "vLLM writes E2EL only on request"
         assert found.wall_s == 0.8
 
     def test_summary_fields_of_sglang_are_imported(self, tmp_path: Path) -> None:
-        _, found = one(tmp_path, "sglang", files.without_details(files.sglang()))
+        _, found = one(tmp_path, "sglang", files.remove_details(files.make_sglang_result()))
         assert (found.e2el_ms.mean, found.e2el_ms.p90, found.e2el_ms.p99) == (550.0, 590.0, 599.0)
         assert (found.itl_ms.p50, found.itl_ms.p95) == (35.0, 48.5)
         assert found.submitted is None, "the summary has no number of sent requests"
@@ -184,44 +184,48 @@ class TestWithoutDetails:
         zeros = {
             f"{statistic}_{name}_ms": 0.0 for statistic in ("mean", "median", "std", "p99") for name in ("itl", "tpot")
         }
-        _, found = one(tmp_path, "vllm", files.without_details(files.vllm(**zeros)))
+        _, found = one(tmp_path, "vllm", files.remove_details(files.make_vllm_result(**zeros)))
         assert (found.itl_ms.p50, found.itl_ms.p99, found.tok_s_per_user) == (None, None, None)
 
     def test_summary_has_one_ttft_and_one_e2el_sample_per_request(self, tmp_path: Path) -> None:
         """No file states how many gaps the tool pooled or how many requests had a TPOT."""
         times = {"mean_e2el_ms": 550.0, "median_e2el_ms": 550.0}
-        _, found = one(tmp_path, "vllm", files.without_details(files.vllm(**times)))
+        _, found = one(tmp_path, "vllm", files.remove_details(files.make_vllm_result(**times)))
         counts = [t.samples for t in (found.ttft_ms, found.e2el_ms, found.tpot_ms, found.itl_ms)]
         assert counts == [3, 3, 0, 0]
-        _, found = one(tmp_path, "sglang", files.without_details(files.sglang()))
+        _, found = one(tmp_path, "sglang", files.remove_details(files.make_sglang_result()))
         counts = [t.samples for t in (found.ttft_ms, found.e2el_ms, found.tpot_ms, found.itl_ms)]
         assert counts == [3, 3, 0, 0]
 
     def test_percentile_without_median_is_imported(self, tmp_path: Path) -> None:
         result = {
-            n: v for n, v in files.without_details(files.vllm()).items() if n not in {"mean_ttft_ms", "median_ttft_ms"}
+            n: v
+            for n, v in files.remove_details(files.make_vllm_result()).items()
+            if n not in {"mean_ttft_ms", "median_ttft_ms"}
         }
         _, found = one(tmp_path, "vllm", result)
         assert (found.ttft_ms.p50, found.ttft_ms.p99, found.ttft_ms.samples) == (None, 500.0, 3)
 
     def test_speculative_decoding_is_detected_by_its_fields(self, tmp_path: Path) -> None:
-        spec = files.without_details(files.vllm(spec_decode_acceptance_length=2.4))
+        spec = files.remove_details(files.make_vllm_result(spec_decode_acceptance_length=2.4))
         record, found = one(tmp_path, "vllm", spec)
         assert record.warnings == ["summary_only", "chunk_gaps"]
         assert found.tok_s_per_user == pytest.approx(1000 / 41.7)
-        (again,) = imported(tmp_path, "sglang", files.without_details(files.sglang(accept_length=2.4)))
+        (again,) = imported(tmp_path, "sglang", files.remove_details(files.make_sglang_result(accept_length=2.4)))
         assert "chunk_gaps" in again.warnings
 
 
 class TestPoint:
     def test_unknown_layout_has_no_rate_per_gpu(self, tmp_path: Path) -> None:
-        record, found = one(tmp_path, "vllm", files.vllm())
+        record, found = one(tmp_path, "vllm", files.make_vllm_result())
         assert record.point.layout_name == "layout unknown"
         assert found.output_tok_s_per_gpu is None
         assert record.environment is None
 
     def test_values_missing_from_the_file_are_unknown_and_never_zero(self, tmp_path: Path) -> None:
-        record, found = one(tmp_path, "sglang", files.sglang(server_info={"model_path": "deepseek-ai/DeepSeek-V3"}))
+        record, found = one(
+            tmp_path, "sglang", files.make_sglang_result(server_info={"model_path": "deepseek-ai/DeepSeek-V3"})
+        )
         point = record.point
         assert (point.dtype, point.weights, point.all_reduce, point.page_size) == ("unknown", "unknown", "unknown", 0)
         assert point.load
@@ -234,7 +238,7 @@ class TestPoint:
 
     def test_layout_can_be_given_by_options(self, tmp_path: Path) -> None:
         """10 tok/s over 8 GPUs are 1.25 tok/s per GPU."""
-        record, found = one(tmp_path, "vllm", files.vllm(), tp=8, dcp=8, gpu="NVIDIA H200", dtype="fp8")
+        record, found = one(tmp_path, "vllm", files.make_vllm_result(), tp=8, dcp=8, gpu="NVIDIA H200", dtype="fp8")
         assert record.point.layout_name == "tp8·dcp8"
         assert found.output_tok_s_per_gpu == pytest.approx(10 / 8)
         assert record.environment
@@ -244,16 +248,16 @@ class TestPoint:
     def test_layout_is_read_from_vllm_metadata(self, tmp_path: Path) -> None:
         """vLLM's tp counts inside a replica: tensor parallel size 4 in each of 2 replicas is tp8·dp2·dcp2."""
         degrees = {"tensor_parallel_size": "4", "data_parallel_size": "2", "decode_context_parallel_size": "2"}
-        record, _ = one(tmp_path, "vllm", files.vllm(**degrees))
+        record, _ = one(tmp_path, "vllm", files.make_vllm_result(**degrees))
         assert record.point.layout_name == "tp8·dp2·dcp2"
         with pytest.raises(UsageError, match="has tp 8, dp 2, dcp 2; leave --tp"):
-            imported(tmp_path, "vllm", files.vllm(**degrees), tp=4)
+            imported(tmp_path, "vllm", files.make_vllm_result(**degrees), tp=4)
 
     def test_impossible_layout_raises_records_error(self, tmp_path: Path) -> None:
         """dcp 3 does not divide 4 ranks; a record with it could not be read."""
         degrees = {"tensor_parallel_size": "4", "decode_context_parallel_size": "3"}
         with pytest.raises(RecordsError, match=r"has an impossible layout.*--dcp 3 does not divide --tp 4"):
-            imported(tmp_path, "vllm", files.vllm(**degrees))
+            imported(tmp_path, "vllm", files.make_vllm_result(**degrees))
 
     @pytest.mark.parametrize(
         ("changes", "arrival", "rate", "concurrency"),
@@ -267,30 +271,32 @@ class TestPoint:
     def test_vllm_arrival_and_rate_are_imported(
         self, changes: Any, arrival: str, rate: float | None, concurrency: int, tmp_path: Path
     ) -> None:
-        record, _ = one(tmp_path, "vllm", files.vllm(**changes))
+        record, _ = one(tmp_path, "vllm", files.make_vllm_result(**changes))
         load = record.point.load
         assert load
         assert (load.arrival, load.request_rate, record.point.concurrency) == (arrival, rate, concurrency)
 
     def test_sglang_trace_is_imported_as_a_trace(self, tmp_path: Path) -> None:
-        record, _ = one(tmp_path, "sglang", files.sglang(request_rate="trace", dataset_name="mooncake"))
+        record, _ = one(tmp_path, "sglang", files.make_sglang_result(request_rate="trace", dataset_name="mooncake"))
         assert record.point.load
         assert (record.point.load.arrival, record.point.load.trace) == ("trace", "mooncake")
 
     def test_repeated_result_is_a_repeat_of_the_point(self, tmp_path: Path) -> None:
-        records = imported(tmp_path, "vllm", files.vllm(), files.vllm())
+        records = imported(tmp_path, "vllm", files.make_vllm_result(), files.make_vllm_result())
         assert [r.point.repeat for r in records] == [0, 1]
 
     def test_sglang_result_without_model_requires_the_model_option(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="names no model; add --model NAME"):
-            imported(tmp_path, "sglang", files.sglang(server_info=None))
-        record, _ = one(tmp_path, "sglang", files.sglang(server_info=None), model="deepseek-v3")
+            imported(tmp_path, "sglang", files.make_sglang_result(server_info=None))
+        record, _ = one(tmp_path, "sglang", files.make_sglang_result(server_info=None), model="deepseek-v3")
         assert record.point.model == "deepseek-v3"
 
     @pytest.mark.parametrize("completed", [0, 3])
     def test_run_without_output_tokens_is_imported_as_failed(self, completed: int, tmp_path: Path) -> None:
         """Such a run has no rate and no latency of tokens."""
-        result = files.without_details(files.vllm(completed=completed, failed=3 - completed, total_output_tokens=0))
+        result = files.remove_details(
+            files.make_vllm_result(completed=completed, failed=3 - completed, total_output_tokens=0)
+        )
         (record,) = imported(tmp_path, "vllm", result)
         assert record.outcome == "failed"
         assert record.serve is None
@@ -302,11 +308,11 @@ class TestPoint:
     )
     def test_impossible_options_raise_usage_error(self, options: Any, tmp_path: Path) -> None:
         with pytest.raises(UsageError):
-            imported(tmp_path, "vllm", files.vllm(), **options)
+            imported(tmp_path, "vllm", files.make_vllm_result(), **options)
 
     def test_sglang_details_give_the_number_of_sent_requests(self, tmp_path: Path) -> None:
         """One of four requests failed."""
-        result = files.sglang(
+        result = files.make_sglang_result(
             input_lens=[100] * 4,
             output_lens=[4, 2, 1, 0],
             ttfts=[0.5, 0.5, 0.5, 0.0],
@@ -323,7 +329,7 @@ class TestPoint:
     @pytest.mark.parametrize("rate", ["2.5", 2.5], ids=["text", "number"])
     def test_request_rate_may_be_text(self, rate: Any, tmp_path: Path) -> None:
         """Parameters of a sweep are text."""
-        record, _ = one(tmp_path, "vllm", files.vllm(request_rate=rate))
+        record, _ = one(tmp_path, "vllm", files.make_vllm_result(request_rate=rate))
         assert record.point.load
         assert (record.point.load.arrival, record.point.load.request_rate) == ("gamma", 2.5)
 
@@ -337,7 +343,11 @@ class TestPoint:
     @pytest.mark.parametrize("name", ["", "  "], ids=repr)
     @pytest.mark.parametrize("engine", ["vllm", "sglang"])
     def test_blank_model_name_requires_the_model_option(self, engine: str, name: str, tmp_path: Path) -> None:
-        result = files.vllm(model_id=name) if engine == "vllm" else files.sglang(server_info={"model_path": name})
+        result = (
+            files.make_vllm_result(model_id=name)
+            if engine == "vllm"
+            else files.make_sglang_result(server_info={"model_path": name})
+        )
         with pytest.raises(UsageError, match="names no model; add --model NAME"):
             imported(tmp_path, engine, result)
 
@@ -358,7 +368,7 @@ class TestPoint:
         self, goodput: str, slo: dict[str, float], tmp_path: Path
     ) -> None:
         """A goodput without objectives means nothing, so it is left out."""
-        _, found = one(tmp_path, "vllm", files.vllm(goodput=goodput, request_goodput=1.25))
+        _, found = one(tmp_path, "vllm", files.make_vllm_result(goodput=goodput, request_goodput=1.25))
         assert found.slo_ms == slo
         assert found.request_goodput == (1.25 if slo else None)
 
@@ -366,7 +376,7 @@ class TestPoint:
 @pytest.mark.parametrize(("option", "device"), [("h200", "NVIDIA H200"), ("Gaudi 3", "Gaudi 3"), ("CPU", "CPU")])
 def test_gpu_option_gets_the_name_used_in_files(option: str, device: str, tmp_path: Path) -> None:
     """The point is then listed next to points of dcpbench."""
-    record, _ = one(tmp_path, "vllm", files.vllm(), gpu=option)
+    record, _ = one(tmp_path, "vllm", files.make_vllm_result(), gpu=option)
     assert record.environment
     assert record.environment.device == device
 
@@ -393,7 +403,7 @@ class TestLengths:
         """Three requests have 300 and 7 tokens. A file of ShareGPT also contains the options of `random`, which have no
         effect there.
         """
-        record, _ = one(tmp_path, "sglang", files.without_details(files.sglang(**changes)))
+        record, _ = one(tmp_path, "sglang", files.remove_details(files.make_sglang_result(**changes)))
         load = record.point.load
         assert load
         assert (load.input_tokens, load.output_tokens, record.point.context) == (prompts, answers, context)
@@ -406,8 +416,8 @@ class TestLengths:
         306.
         """
         requested = {"random_input_len": 100, "random_output_len": 4}
-        result = files.vllm(**requested, total_input_tokens=tokens, total_output_tokens=12)
-        record, _ = one(tmp_path, "vllm", files.without_details(result), input_len=102)
+        result = files.make_vllm_result(**requested, total_input_tokens=tokens, total_output_tokens=12)
+        record, _ = one(tmp_path, "vllm", files.remove_details(result), input_len=102)
         load = record.point.load
         assert load
         assert (load.input_tokens, load.output_tokens) == (prompts, "4")
@@ -421,14 +431,14 @@ class TestLengths:
     ) -> None:
         """Three requests of 100 and 4 tokens sum to 300 and 12; a difference of 1 % is accepted."""
         requested = {"random_input_len": 100, "random_output_len": 4}
-        result = files.vllm(**requested, total_input_tokens=sums[0], total_output_tokens=sums[1])
-        record, _ = one(tmp_path, "vllm", files.without_details(result))
+        result = files.make_vllm_result(**requested, total_input_tokens=sums[0], total_output_tokens=sums[1])
+        record, _ = one(tmp_path, "vllm", files.remove_details(result))
         assert ("nominal_lengths" in record.warnings) == nominal
 
     def test_similar_mean_lengths_are_joined_into_one_load(self, tmp_path: Path) -> None:
         """10 requests of 1,022 and 30 of 1,030 tokens: (10,220 + 30,900) / 40 = 1,028. A mean of 1,100 is another load."""
         results = [
-            files.without_details(files.vllm(num_prompts=n, completed=n, total_input_tokens=n * length))
+            files.remove_details(files.make_vllm_result(num_prompts=n, completed=n, total_input_tokens=n * length))
             for n, length in ((10, 1022), (30, 1030), (10, 1100))
         ]
         points = [record.point.load for record in imported(tmp_path, "vllm", *results)]
@@ -441,7 +451,7 @@ class TestLengths:
         for clients, mean, most in ((1, 80, 100), (2, 60, 100), (3, 61, 200)):
             sums = {"total_input_tokens": 3000, "total_output_tokens": 3 * mean}
             requested = {"max_concurrency": clients, "random_input_len": 1000, "random_output_len": most}
-            files.sweep(tmp_path / "sweep", {}, requested, runs=1, **sums)
+            files.write_sweep(tmp_path / "sweep", {}, requested, runs=1, **sums)
         import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides())
         points = [record.point for record in read_records(tmp_path / "run")]
         lengths = {p.concurrency: (p.load.input_tokens, p.load.output_tokens) for p in points if p.load}
@@ -452,8 +462,8 @@ class TestLengths:
     def test_curve_joins_points_with_different_numbers_of_requests(self, tmp_path: Path) -> None:
         """A sweep usually has ten requests for each client."""
         results = [
-            files.without_details(
-                files.vllm(
+            files.remove_details(
+                files.make_vllm_result(
                     num_prompts=10 * n,
                     completed=10 * n,
                     max_concurrency=n,
@@ -470,8 +480,10 @@ class TestLengths:
 
     def test_points_that_differ_only_in_requests_are_labelled_with_them(self, tmp_path: Path) -> None:
         results = [
-            files.without_details(
-                files.vllm(num_prompts=n, completed=n, total_input_tokens=100 * n, total_output_tokens=4 * n)
+            files.remove_details(
+                files.make_vllm_result(
+                    num_prompts=n, completed=n, total_input_tokens=100 * n, total_output_tokens=4 * n
+                )
             )
             for n in (3, 30)
         ]
@@ -490,7 +502,7 @@ class TestSweeps:
     def test_server_settings_are_variants_and_runs_are_repeats(self, tmp_path: Path) -> None:
         """Two runs each of four settings are points in the order of the numbers."""
         for seqs in (8, 32, 4, 128):
-            files.sweep(tmp_path / "sweep", {"max_num_seqs": seqs}, {"max_concurrency": 3})
+            files.write_sweep(tmp_path / "sweep", {"max_num_seqs": seqs}, {"max_concurrency": 3})
         self.import_notes(tmp_path)
         records = read_records(tmp_path / "run")
         assert [(r.point.settings, r.point.repeat) for r in records] == [
@@ -516,7 +528,7 @@ class TestSweeps:
         later = {"max_output_tokens_per_s": 3088.0, "max_concurrent_requests": 80, "max_concurrency": None}
         for share, seqs in ((0.9, 128), (0.95, 128), (0.95, 256)):
             server = {"gpu_memory_utilization": share, "max_num_seqs": seqs, "max_model_len": 4096}
-            files.sweep(tmp_path / "sweep", server, requested, runs=3, **sums, **later)
+            files.write_sweep(tmp_path / "sweep", server, requested, runs=3, **sums, **later)
         notes = self.import_notes(tmp_path)
         assert notes[0] == "9 results of vllm bench serve."
         assert not any("Not read" in text for text in notes)
@@ -532,7 +544,7 @@ class TestSweeps:
 
     def test_setting_shared_by_all_points_is_not_in_labels(self, tmp_path: Path) -> None:
         for seqs in (4, 8):
-            files.sweep(tmp_path / "sweep", {"block_size": 64, "max_num_seqs": seqs}, {})
+            files.write_sweep(tmp_path / "sweep", {"block_size": 64, "max_num_seqs": seqs}, {})
         self.import_notes(tmp_path)
         assert {r.point.settings for r in read_records(tmp_path / "run")} == {
             "block_size=64, max_num_seqs=4",
@@ -542,7 +554,7 @@ class TestSweeps:
         assert served["variant"].tolist() == ["max_num_seqs=4", "max_num_seqs=8"]
 
     def test_summary_of_existing_result_files_is_left_out(self, tmp_path: Path) -> None:
-        inside = files.sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {})
+        inside = files.write_sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {})
         assert self.import_notes(tmp_path)[-1] == (
             f"Left out, summaries of results that have files of their own: {inside / 'summary.json'}."
         )
@@ -551,20 +563,20 @@ class TestSweeps:
         assert len(read_records(tmp_path / "run")) == 2, "the order of arguments does not matter"
 
     def test_summary_without_result_files_is_imported_as_its_runs(self, tmp_path: Path) -> None:
-        inside = files.sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {})
+        inside = files.write_sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {})
         self.import_notes(tmp_path, inside / "summary.json")
         assert [r.point.repeat for r in read_records(tmp_path / "run")] == [0, 1]
 
     def test_files_of_a_tree_give_the_same_records_as_its_folder(self, tmp_path: Path) -> None:
         for seqs in (4, 8):
-            files.sweep(tmp_path / "sweep", {"max_num_seqs": seqs}, {"max_concurrency": 3})
+            files.write_sweep(tmp_path / "sweep", {"max_num_seqs": seqs}, {"max_concurrency": 3})
         self.import_notes(tmp_path)
         whole = read_records(tmp_path / "run")
         self.import_notes(tmp_path, *sorted((tmp_path / "sweep").glob("*/*.json")))
         assert read_records(tmp_path / "run") == whole
 
     def test_warm_ups_failures_and_other_files_are_listed_as_left_out(self, tmp_path: Path) -> None:
-        inside = files.sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {}, runs=1)
+        inside = files.write_sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {}, runs=1)
         warm = json.loads((inside / "run=0.json").read_text()) | {"run_number": -1}
         failed = {
             "run_number": 1,
@@ -583,7 +595,7 @@ class TestSweeps:
         assert len(read_records(tmp_path / "run")) == 1
 
     def test_sweep_without_results_lists_what_was_left_out(self, tmp_path: Path) -> None:
-        inside = files.sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {}, runs=1)
+        inside = files.write_sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {}, runs=1)
         measured = json.loads((inside / "run=0.json").read_text())
         (inside / "run=0.json").write_text(json.dumps(measured | {"run_number": -1}))
         (inside / "run=1.json").write_text(json.dumps({"run_number": 1, "error_type": "ServerDied"}))
@@ -598,7 +610,7 @@ class TestSweeps:
 
     def test_degrees_of_a_sweep_are_its_layout_and_no_setting(self, tmp_path: Path) -> None:
         for tp in (4, 8):
-            files.sweep(tmp_path / "sweep", {"tensor-parallel-size": tp, "max-num-seqs": 4}, {})
+            files.write_sweep(tmp_path / "sweep", {"tensor-parallel-size": tp, "max-num-seqs": 4}, {})
         self.import_notes(tmp_path)
         points = {r.point.layout_name: r.point.settings for r in read_records(tmp_path / "run")}
         assert points == {"tp4": "max_num_seqs=4", "tp8": "max_num_seqs=4"}
@@ -608,7 +620,7 @@ class TestSweeps:
         for seqs in (4, 8):
             folder = tmp_path / "sweep" / f"max_num_seqs={seqs}"
             folder.mkdir(parents=True)
-            files.file(folder, files.vllm())
+            files.write_file(folder, files.make_vllm_result())
         self.import_notes(tmp_path)
         assert [r.point.settings for r in read_records(tmp_path / "run")] == ["max_num_seqs=4", "max_num_seqs=8"]
 
@@ -617,32 +629,37 @@ class TestUnread:
     def test_unread_fields_are_listed(self, tmp_path: Path) -> None:
         """A median in seconds has a separate name, and no record has a 75th percentile."""
         results = [
-            files.without_details(files.vllm(median_ttft=0.5)),
-            files.without_details(files.vllm(p75_itl_ms=40.0)),
+            files.remove_details(files.make_vllm_result(median_ttft=0.5)),
+            files.remove_details(files.make_vllm_result(p75_itl_ms=40.0)),
         ]
-        path = files.file(tmp_path, *results)
+        path = files.write_file(tmp_path, *results)
         notes = import_files([path], "vllm", tmp_path / "run", Overrides()).notes
         assert "Not read, as no field of ours means the same: median_ttft (in 1 of 2), p75_itl_ms (in 1 of 2)." in notes
 
     def test_goodput_without_objectives_is_listed_as_unread(self, tmp_path: Path) -> None:
-        path = files.file(tmp_path, files.vllm(request_goodput=1.25))
+        path = files.write_file(tmp_path, files.make_vllm_result(request_goodput=1.25))
         notes = " ".join(import_files([path], "vllm", tmp_path / "run", Overrides()).notes)
         assert "request_goodput (its objectives are not there) (in 1 of 1)" in notes
 
     @pytest.mark.parametrize("engine", ["vllm", "sglang"])
     def test_all_fields_of_the_tools_are_known(self, engine: str, tmp_path: Path) -> None:
         result = getattr(files, engine)()
-        path = files.file(tmp_path, result, files.without_details(result))
+        path = files.write_file(tmp_path, result, files.remove_details(result))
         notes = " ".join(import_files([path], engine, tmp_path / "run", Overrides()).notes)
         assert "Not read" not in notes
 
 
 class TestReport:
     def test_report_joins_own_vllm_and_sglang_points_by_origin(self, tmp_path: Path) -> None:
-        runs = [record_builder.write(tmp_path / "ours", [build.served(build.point(build.DCP))])]
-        for engine, result in (("vllm", files.vllm()), ("sglang", files.without_details(files.sglang()))):
+        runs = [
+            record_builder.write_records(tmp_path / "ours", [build.make_served_record(build.make_point(build.DCP))])
+        ]
+        for engine, result in (
+            ("vllm", files.make_vllm_result()),
+            ("sglang", files.remove_details(files.make_sglang_result())),
+        ):
             folder = tmp_path / f"of-{engine}"
-            path = files.file(tmp_path, result, name=f"{engine}.json")
+            path = files.write_file(tmp_path, result, name=f"{engine}.json")
             import_files([path], engine, folder, Overrides(tp=8, dcp=8), force=False)
             runs.append(folder)
         read = dataframes.load_frames(runs)
@@ -658,7 +675,9 @@ class TestReport:
         """Unknown values of an import must not break any section."""
         from dcpbench.reports import write_report
 
-        path = files.file(tmp_path, files.vllm(), files.without_details(files.vllm(max_concurrency=2)))
+        path = files.write_file(
+            tmp_path, files.make_vllm_result(), files.remove_details(files.make_vllm_result(max_concurrency=2))
+        )
         import_files([path], "vllm", tmp_path / "run", Overrides())
         paths = write_report([tmp_path / "run"], tmp_path / "report")
         text = (tmp_path / "report" / "report.md").read_text()
@@ -668,8 +687,8 @@ class TestReport:
 
     def test_report_of_imports_has_no_empty_column(self, tmp_path: Path) -> None:
         """A value that no import has is in no table; next to points of dcpbench, which have it, the cell is a dash."""
-        row = {name: value for name, value in files.inferencex().items() if name != "p99_itl"}
-        import_files([files.file(tmp_path, row)], "inferencex", tmp_path / "run", Overrides(), force=False)
+        row = {name: value for name, value in files.make_inferencex_row().items() if name != "p99_itl"}
+        import_files([files.write_file(tmp_path, row)], "inferencex", tmp_path / "run", Overrides(), force=False)
         tables = [
             table
             for section in sections.build_sections(dataframes.load_frames([tmp_path / "run"]), [])
@@ -682,7 +701,7 @@ class TestReport:
             ["device count", "8"],
         ]
         assert "Measurement conditions" not in {table.title for table in tables}
-        own = record_builder.write(tmp_path / "ours", [build.served(build.point(build.DCP))])
+        own = record_builder.write_records(tmp_path / "ours", [build.make_served_record(build.make_point(build.DCP))])
         both = [
             t for s in sections.build_sections(dataframes.load_frames([tmp_path / "run", own]), []) for t in s.tables
         ]
@@ -739,7 +758,7 @@ class TestCurves:
 
     def test_lengths_of_a_name_that_contradict_token_sums_are_ignored(self, tmp_path: Path) -> None:
         """300 tokens of three prompts cannot be 8,192 each."""
-        path = files.file(tmp_path, files.without_details(files.vllm()), name="8k1k.json")
+        path = files.write_file(tmp_path, files.remove_details(files.make_vllm_result()), name="8k1k.json")
         assert "Read from names" not in self.import_notes(tmp_path, path, "vllm")
         assert list(curves(tmp_path / "run")) == [
             "deepseek-ai/DeepSeek-V3 | 100 on average in · 2 on average out | layout unknown"
@@ -764,7 +783,7 @@ class TestCurves:
 
     def test_hardware_and_precision_are_read_from_metadata(self, tmp_path: Path) -> None:
         metadata = {"gpu": "h200", "precision": "FP8", "tp": "8", "isl": "100", "osl": "4"}
-        record, found = one(tmp_path, "vllm", files.without_details(files.vllm(**metadata)))
+        record, found = one(tmp_path, "vllm", files.remove_details(files.make_vllm_result(**metadata)))
         assert record.environment
         assert (record.environment.device, record.point.precision) == ("NVIDIA H200", "fp8 weights")
         assert record.point.load
@@ -774,7 +793,7 @@ class TestCurves:
     def test_layout_and_precision_are_read_from_sglang_server_info(self, tmp_path: Path) -> None:
         """Without attention data parallelism, dp counts copies of the server: 2 with 4 GPUs each are tp8·dp2."""
         server = {"model_path": "m", "tp_size": 4, "dp_size": 2, "quantization": None, "dtype": "bfloat16"}
-        record, _ = one(tmp_path, "sglang", files.sglang(server_info=server))
+        record, _ = one(tmp_path, "sglang", files.make_sglang_result(server_info=server))
         assert (record.point.layout_name, record.point.precision) == ("tp8·dp2", "computed in bf16")
         server |= {
             "tp_size": 8,
@@ -783,9 +802,11 @@ class TestCurves:
             "quantization": "fp8",
             "kv_cache_dtype": "auto",
         }
-        record, _ = one(tmp_path, "sglang", files.sglang(server_info=server))
+        record, _ = one(tmp_path, "sglang", files.make_sglang_result(server_info=server))
         assert (record.point.layout_name, record.point.precision) == ("tp8·dp8", "fp8 weights")
-        record, _ = one(tmp_path, "sglang", files.sglang(server_info=server | {"kv_cache_dtype": "fp8_e4m3"}))
+        record, _ = one(
+            tmp_path, "sglang", files.make_sglang_result(server_info=server | {"kv_cache_dtype": "fp8_e4m3"})
+        )
         assert (record.point.precision, record.point.dtype) == ("fp8 weights and KV", "bf16")
 
     @pytest.mark.parametrize(
@@ -807,12 +828,16 @@ class TestCurves:
         """vLLM states if experts are parallel over all ranks, SGLang the degree; both are no settings."""
         server = {"model_path": "m", "tp_size": 8, "dp_size": 1}
         degrees = {"tensor_parallel_size": "4", "data_parallel_size": "2"}
-        result = files.vllm(**degrees, **stated) if engine == "vllm" else files.sglang(server_info=server | stated)
+        result = (
+            files.make_vllm_result(**degrees, **stated)
+            if engine == "vllm"
+            else files.make_sglang_result(server_info=server | stated)
+        )
         record, _ = one(tmp_path, engine, result)
         assert (record.point.tp, record.point.ep, record.point.settings) == (8, ep, "")
 
     def test_expert_parallel_degree_is_read_from_file_names(self, tmp_path: Path) -> None:
-        path = files.file(tmp_path, files.vllm(), name="dsr1_tp8-ep8.json")
+        path = files.write_file(tmp_path, files.make_vllm_result(), name="dsr1_tp8-ep8.json")
         notes = import_files([path], "vllm", tmp_path / "run", Overrides()).notes
         (record,) = read_records(tmp_path / "run")
         assert (record.point.tp, record.point.ep) == (8, "8")
@@ -821,7 +846,7 @@ class TestCurves:
     @pytest.mark.parametrize("name", ["label", "version"])
     def test_label_shared_by_several_loads_is_a_curve(self, name: str, tmp_path: Path) -> None:
         results = [
-            files.without_details(files.vllm(max_concurrency=n, **{name: label}))
+            files.remove_details(files.make_vllm_result(max_concurrency=n, **{name: label}))
             for label in ("0.11", "0.12")
             for n in (1, 2, 4)
         ]
@@ -833,7 +858,7 @@ class TestCurves:
 
     def test_label_that_differs_in_each_file_is_ignored(self, tmp_path: Path) -> None:
         """Such a label names the load."""
-        results = [files.without_details(files.vllm(max_concurrency=n, label=f"c{n}")) for n in (1, 2, 4)]
+        results = [files.remove_details(files.make_vllm_result(max_concurrency=n, label=f"c{n}")) for n in (1, 2, 4)]
         imported(tmp_path, "vllm", *results)
         assert list(curves(tmp_path / "run").values()) == [[1, 2, 4]]
 
@@ -841,8 +866,10 @@ class TestCurves:
         for folder in ("eager", "graphs"):
             for n in (1, 2):
                 (tmp_path / "all" / folder).mkdir(parents=True, exist_ok=True)
-                files.file(
-                    tmp_path / "all" / folder, files.without_details(files.vllm(max_concurrency=n)), name=f"{n}.json"
+                files.write_file(
+                    tmp_path / "all" / folder,
+                    files.remove_details(files.make_vllm_result(max_concurrency=n)),
+                    name=f"{n}.json",
                 )
         self.import_notes(tmp_path, tmp_path / "all", "vllm")
         assert [line.rpartition(" | ")[2] for line in curves(tmp_path / "run")] == [
@@ -859,9 +886,9 @@ class TestOlderFiles:
     """Lines as SGLang appended them to one file in 2024, from a public repository."""
 
     def test_rates_of_each_data_set_are_a_curve(self, tmp_path: Path) -> None:
-        rates = [files.sglang_of_2024(rate) for rate in (1.0, 2.0, 4.0)]
+        rates = [files.make_sglang_2024_result(rate) for rate in (1.0, 2.0, 4.0)]
         chat = {"dataset_name": "sharegpt", "total_input_tokens": 67_500, "total_output_tokens": 57_300}
-        records = imported(tmp_path, "sglang", *rates, files.sglang_of_2024(4.0, **chat), model="llama", tp=2)
+        records = imported(tmp_path, "sglang", *rates, files.make_sglang_2024_result(4.0, **chat), model="llama", tp=2)
         served = dataframes.load_frames([tmp_path / "run"]).served
         along = served.groupby("rest")["load_request_rate"].apply(list).to_dict()
         assert along == {"1–1,024 in · 1–1,024 out": [1, 2, 4], "225 on average in · 191 on average out": [4]}
@@ -872,7 +899,7 @@ class TestOlderFiles:
 
     def test_result_without_model_requires_the_model_option(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="names no model; add --model NAME"):
-            imported(tmp_path, "sglang", files.sglang_of_2024())
+            imported(tmp_path, "sglang", files.make_sglang_2024_result())
 
 
 class TestInferenceX:
@@ -900,7 +927,7 @@ class TestInferenceX:
     def test_hardware_speculation_and_attention_dp_separate_curves(self, tmp_path: Path) -> None:
         """The rows are in random order."""
         rows = [
-            files.inferencex(conc=n, **server)
+            files.make_inferencex_row(conc=n, **server)
             for n in (4, 8)
             for server in ({}, {"hw": "mi355x"}, {"spec_decoding": "mtp"}, {"dp_attention": "true", "ep": 8}, {"ep": 8})
         ]
@@ -918,16 +945,16 @@ class TestInferenceX:
         assert rates == [50.0, 50.0], "1000 / median TPOT, as a chunk holds several tokens"
 
     def test_rows_of_the_site_are_read_from_their_metrics_object(self, tmp_path: Path) -> None:
-        row = files.inferencex()
+        row = files.make_inferencex_row()
         inner = {name: row.pop(name) for name in list(row) if "put" in name or "_t" in name or "itl" in name}
         renamed = {"hardware": row.pop("hw"), "decode_tp": row.pop("tp"), "spec_method": row.pop("spec_decoding")}
         (record,) = imported(tmp_path, "inferencex", {**row, **renamed, "metrics": inner})
-        (plain,) = imported(tmp_path, "inferencex", files.inferencex())
+        (plain,) = imported(tmp_path, "inferencex", files.make_inferencex_row())
         assert (record.point, record.serve, record.environment) == (plain.point, plain.serve, plain.environment)
 
     def test_disaggregated_and_agentic_rows_are_listed_as_left_out(self, tmp_path: Path) -> None:
-        agents = files.inferencex(scenario_type="agentic-coding")
-        path = files.file(tmp_path, files.inferencex(), files.inferencex(disagg=True), agents)
+        agents = files.make_inferencex_row(scenario_type="agentic-coding")
+        path = files.write_file(tmp_path, files.make_inferencex_row(), files.make_inferencex_row(disagg=True), agents)
         notes = " ".join(import_files([path], "inferencex", tmp_path / "run", Overrides()).notes)
         assert "Left out, prefill and decode on GPUs of their own" in notes
         assert f"Left out, replays of agents, which have no lengths: {path}, line 3." in notes
@@ -938,20 +965,22 @@ class TestInferenceX:
     )
     def test_impossible_values_raise_records_error(self, changes: dict[str, Any], tmp_path: Path) -> None:
         with pytest.raises(RecordsError):
-            imported(tmp_path, "inferencex", files.inferencex(**changes))
+            imported(tmp_path, "inferencex", files.make_inferencex_row(**changes))
 
     def test_inferencex_file_is_recognised_by_other_importers(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match="import it with --from inferencex"):
-            imported(tmp_path, "vllm", files.inferencex())
+            imported(tmp_path, "vllm", files.make_inferencex_row())
 
     def test_own_points_share_a_panel_with_inferencex(self, tmp_path: Path) -> None:
         """Points of the same model and lengths differ in hardware and engine."""
-        point = build.point(build.DCP)
+        point = build.make_point(build.DCP)
         assert point.load
-        other = build.point(build.DCP, 8, {"input_tokens": "77", "requests": 7})
-        own = record_builder.write(tmp_path / "ours", [build.served(point), build.served(other)])
+        other = build.make_point(build.DCP, 8, {"input_tokens": "77", "requests": 7})
+        own = record_builder.write_records(
+            tmp_path / "ours", [build.make_served_record(point), build.make_served_record(other)]
+        )
         lengths = {"isl": int(point.load.input_tokens), "osl": int(point.load.output_tokens)}
-        path = files.file(tmp_path, files.inferencex(model=point.model, **lengths))
+        path = files.write_file(tmp_path, files.make_inferencex_row(model=point.model, **lengths))
         import_files([path], "inferencex", tmp_path / "run", Overrides())
         served = dataframes.load_frames([own, tmp_path / "run"]).served
         panels = served.groupby("rest")["origin"].agg(set)
@@ -964,7 +993,7 @@ class TestInferenceX:
 
 class TestFolder:
     def test_existing_records_are_not_overwritten_without_force(self, tmp_path: Path) -> None:
-        path = files.file(tmp_path, files.vllm())
+        path = files.write_file(tmp_path, files.make_vllm_result())
         import_files([path], "vllm", tmp_path / "run", Overrides())
         with pytest.raises(OutputError, match="--force"):
             import_files([path], "vllm", tmp_path / "run", Overrides())
@@ -973,10 +1002,10 @@ class TestFolder:
     def test_folder_of_an_active_run_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("dcpbench.launch.folders.END_TIMEOUT_S", 0.0)
         with lock_folder(tmp_path / "run"), pytest.raises(OutputError, match="a run is still writing here"):
-            imported(tmp_path, "vllm", files.vllm())
+            imported(tmp_path, "vllm", files.make_vllm_result())
 
     def test_import_leaves_no_temporary_files(self, tmp_path: Path) -> None:
-        imported(tmp_path, "vllm", files.vllm())
+        imported(tmp_path, "vllm", files.make_vllm_result())
         assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", "records.jsonl", "samples"]
 
 
@@ -1008,7 +1037,9 @@ def test_metrics_survive_export_to_vllm_and_import(
 ) -> None:
     """Every latency, rate, count and the steady window agree to 1 part in a billion, as sums have another order."""
     load = {} if closed else {"arrival": "gamma", "request_rate": 2.5}
-    m = files.measured(tmp_path_factory.mktemp("run"), times, files.point(changed={"requests": len(times), **load}))
+    m = files.make_measured_point(
+        tmp_path_factory.mktemp("run"), times, files.make_point(changed={"requests": len(times), **load})
+    )
     (data,) = to_vllm.render([m]).files.values()
     back, _ = imported_metrics.compute_metrics(vllm.read(Document("file", json.loads(data))), m.record.point.tp)
     was = m.record.serve
@@ -1035,8 +1066,8 @@ def test_metrics_survive_export_to_vllm_and_import(
 
 
 def test_reader_of_each_engine_finds_the_model() -> None:
-    assert vllm.read(Document("a", files.vllm())).model == "deepseek-ai/DeepSeek-V3"
-    assert sglang.read(Document("a", files.sglang())).model == "deepseek-ai/DeepSeek-V3"
+    assert vllm.read(Document("a", files.make_vllm_result())).model == "deepseek-ai/DeepSeek-V3"
+    assert sglang.read(Document("a", files.make_sglang_result())).model == "deepseek-ai/DeepSeek-V3"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ PREFILL, DECODE = POD | {"disaggregation_mode": "prefill"}, POD | {"disaggregati
 
 def summary(**changes: Any) -> dict[str, Any]:
     """Return a result of vLLM without the times of its requests."""
-    return files.without_details(files.vllm()) | changes
+    return files.remove_details(files.make_vllm_result()) | changes
 
 
 def folder(tmp_path: Path, **contents: dict[str, Any] | str) -> Path:
@@ -46,7 +46,7 @@ def run(tmp_path: Path, path: Path, engine: str, **options: Any) -> tuple[Import
 
 def one(tmp_path: Path, engine: str, result: dict[str, Any], **options: Any) -> tuple[Record, ServeMetrics]:
     """Return the record of a result, and its metrics."""
-    _, (record,) = run(tmp_path, files.file(tmp_path, result), engine, **options)
+    _, (record,) = run(tmp_path, files.write_file(tmp_path, result), engine, **options)
     assert record.serve
     return record, record.serve
 
@@ -63,7 +63,7 @@ class TestGpus:
     def test_server_on_a_cpu_is_a_functional_run(
         self, tmp_path: Path, options: dict[str, str], metadata: dict[str, str]
     ) -> None:
-        record, _ = one(tmp_path, "vllm", files.vllm(**metadata), **options)
+        record, _ = one(tmp_path, "vllm", files.make_vllm_result(**metadata), **options)
         assert record.environment is not None
         assert (record.environment.device, "cpu" in record.warnings) == ("CPU", True)
 
@@ -90,13 +90,13 @@ class TestGpus:
     @pytest.mark.parametrize(("spread", "gpus"), [(True, 8), (False, 16)], ids=["dp-inside", "dp-copies"])
     def test_pipeline_stages_are_read_from_sglang_server_info(self, spread: bool, gpus: int, tmp_path: Path) -> None:
         server = {"model_path": "m", "tp_size": 4, "pp_size": 2, "dp_size": 2, "enable_dp_attention": spread}
-        record, found = one(tmp_path, "sglang", files.sglang(server_info=server))
+        record, found = one(tmp_path, "sglang", files.make_sglang_result(server_info=server))
         assert (record.point.pp, record.point.gpus) == (2, gpus)
         assert found.output_tok_s_per_gpu == pytest.approx(7 / 0.8 / gpus)
 
     def test_inferencex_rates_are_per_gpu(self, tmp_path: Path) -> None:
         """Each of tp 4 × pp 2 × pcp 2 = 16 GPUs has 100 output tokens/s."""
-        record, found = one(tmp_path, "inferencex", files.inferencex(tp=4, pp=2, pcp_size=2))
+        record, found = one(tmp_path, "inferencex", files.make_inferencex_row(tp=4, pp=2, pcp_size=2))
         assert (record.point.layout_name, record.point.gpus) == ("tp4·pp2·pcp2", 16)
         assert (found.output_tok_s, found.output_tok_s_per_gpu) == (1600.0, 100.0)
 
@@ -121,7 +121,7 @@ class TestGpus:
 
     def test_degree_options_are_refused_for_inferencex(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"has tp 8, dp 1, dcp 1; leave --tp, --pp out"):
-            one(tmp_path, "inferencex", files.inferencex(), tp=8, pp=2)
+            one(tmp_path, "inferencex", files.make_inferencex_row(), tp=8, pp=2)
 
     @pytest.mark.parametrize("options", [{"pp": 2}, {"tp": 4, "pp": 0}, {"tp": 4, "pcp": 1 << 20}], ids=str)
     def test_invalid_degree_options_are_refused(self, options: dict[str, int], tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ class TestServers:
         self, metadata: dict[str, tuple[str, str]], shown: str, tmp_path: Path
     ) -> None:
         ((name, values),) = metadata.items()
-        path = files.file(tmp_path, *(summary(**{name: value}) for value in values))
+        path = files.write_file(tmp_path, *(summary(**{name: value}) for value in values))
         _, records = run(tmp_path, path, "vllm")
         assert {record.point.settings for record in records} == {f"{shown}={value}" for value in values}
 
@@ -206,24 +206,24 @@ class TestServers:
     def test_sglang_server_arguments_distinguish_servers(
         self, name: str, values: tuple[Any, Any], tmp_path: Path
     ) -> None:
-        results = [files.sglang(server_info=POD | {name: value, "random_seed": value}) for value in values]
-        _, records = run(tmp_path, files.file(tmp_path, *map(files.without_details, results)), "sglang")
+        results = [files.make_sglang_result(server_info=POD | {name: value, "random_seed": value}) for value in values]
+        _, records = run(tmp_path, files.write_file(tmp_path, *map(files.remove_details, results)), "sglang")
         assert {record.point.settings for record in records} == {f"{name}={value}" for value in values}
 
     def test_backends_of_the_sglang_benchmark_are_different_points(self, tmp_path: Path) -> None:
-        results = [files.without_details(files.sglang(backend=name)) for name in ("sglang", "vllm")]
-        _, records = run(tmp_path, files.file(tmp_path, *results), "sglang")
+        results = [files.remove_details(files.make_sglang_result(backend=name)) for name in ("sglang", "vllm")]
+        _, records = run(tmp_path, files.write_file(tmp_path, *results), "sglang")
         assert {record.point.settings for record in records} == {"backend=sglang", "backend=vllm"}
 
     def test_inferencex_images_distinguish_servers(self, tmp_path: Path) -> None:
-        rows = [files.inferencex(image=image) for image in ("vllm:v0.11", "vllm:v0.12")]
-        _, records = run(tmp_path, files.file(tmp_path, *rows), "inferencex")
+        rows = [files.make_inferencex_row(image=image) for image in ("vllm:v0.11", "vllm:v0.12")]
+        _, records = run(tmp_path, files.write_file(tmp_path, *rows), "inferencex")
         assert {record.point.settings for record in records} == {"image=vllm:v0.11", "image=vllm:v0.12"}
 
     def test_ramp_up_rates_distinguish_loads(self, tmp_path: Path) -> None:
         ramp = {"ramp_up_strategy": "linear", "ramp_up_start_rps": 1, "request_rate": "inf"}
         results = [summary(ramp_up_end_rps=end, **ramp) for end in (4, 8)]
-        _, records = run(tmp_path, files.file(tmp_path, *results), "vllm")
+        _, records = run(tmp_path, files.write_file(tmp_path, *results), "vllm")
         assert [r.point.load.trace for r in records if r.point.load] == ["ramp-up linear 1-4", "ramp-up linear 1-8"]
 
 
@@ -233,27 +233,27 @@ class TestTags:
     @pytest.mark.parametrize("form", ["tp8_c{}", "{}clients", "conc={}", "concurrency-{}-run{}"])
     def test_loads_measured_twice_are_one_curve(self, form: str, tmp_path: Path) -> None:
         results = [
-            files.without_details(files.sglang(max_concurrency=n, tag=form.format(n, i)))
+            files.remove_details(files.make_sglang_result(max_concurrency=n, tag=form.format(n, i)))
             for i in (1, 2)
             for n in (4, 16)
         ]
-        _, records = run(tmp_path, files.file(tmp_path, *results), "sglang")
+        _, records = run(tmp_path, files.write_file(tmp_path, *results), "sglang")
         assert collect_settings(records) == {("tp8", "")}
         assert [(r.point.concurrency, r.point.repeat) for r in records] == [(4, 0), (16, 0), (4, 1), (16, 1)]
 
     def test_servers_in_tags_are_curves_without_the_load(self, tmp_path: Path) -> None:
         results = [
-            files.without_details(files.sglang(max_concurrency=n, tag=f"{server}-c{n}"))
+            files.remove_details(files.make_sglang_result(max_concurrency=n, tag=f"{server}-c{n}"))
             for server in ("eager", "graphs")
             for n in (4, 16)
         ]
-        _, records = run(tmp_path, files.file(tmp_path, *results), "sglang")
+        _, records = run(tmp_path, files.write_file(tmp_path, *results), "sglang")
         assert collect_settings(records) == {("tp8", "tag=eager"), ("tp8", "tag=graphs")}
 
     def test_number_that_is_not_the_load_is_kept(self, tmp_path: Path) -> None:
         """With 4 clients, `c8` is not the load."""
-        results = [files.without_details(files.sglang(max_concurrency=4, tag=tag)) for tag in ("c8", "c16")]
-        _, records = run(tmp_path, files.file(tmp_path, *results), "sglang")
+        results = [files.remove_details(files.make_sglang_result(max_concurrency=4, tag=tag)) for tag in ("c8", "c16")]
+        _, records = run(tmp_path, files.write_file(tmp_path, *results), "sglang")
         assert collect_settings(records) == {("tp8", "tag=c8"), ("tp8", "tag=c16")}
 
 
@@ -264,7 +264,7 @@ class TestChunks:
         """The row's own median_intvty is 1000 / 13.1 ms = 76.3; gaps of chunks would give 7.9."""
         times = {"mean_tpot": 0.0131, "median_tpot": 0.0131, "p99_tpot": 0.01965}
         times |= {"mean_itl": 0.126, "median_itl": 0.126, "p99_itl": 0.189}
-        record, found = one(tmp_path, "inferencex", files.inferencex(**times))
+        record, found = one(tmp_path, "inferencex", files.make_inferencex_row(**times))
         assert record.warnings == ["summary_only", "chunk_gaps"]
         assert found.tok_s_per_user == pytest.approx(76.33587786)
         assert record.detail["tokens_per_chunk"] == "9.62"
@@ -284,8 +284,10 @@ class TestChunks:
         """
         times = {"mean_e2e_latency_ms": 600.0, "median_e2e_latency_ms": 600.0}
         times |= {"mean_itl_ms": 20.0, "median_itl_ms": 20.0, "mean_tpot_ms": 20.0, "median_tpot_ms": 11.0}
-        plain = files.without_details(
-            files.sglang(total_output_tokens=33, p90_e2e_latency_ms=600.0, p99_e2e_latency_ms=600.0, **times)
+        plain = files.remove_details(
+            files.make_sglang_result(
+                total_output_tokens=33, p90_e2e_latency_ms=600.0, p99_e2e_latency_ms=600.0, **times
+            )
         )
         record, found = one(tmp_path, "sglang", plain)
         assert "chunk_gaps" in record.warnings
@@ -295,13 +297,13 @@ class TestChunks:
     @pytest.mark.parametrize("engine", ["vllm", "sglang", "inferencex"])
     def test_one_token_per_chunk_is_not_marked(self, engine: str, tmp_path: Path) -> None:
         result = getattr(files, engine)()
-        record, found = one(tmp_path, engine, files.without_details(result))
+        record, found = one(tmp_path, engine, files.remove_details(result))
         assert "chunk_gaps" not in record.warnings
         assert found.tpot_ms.p50 is not None
         assert found.tok_s_per_user == pytest.approx(1000 / found.tpot_ms.p50)
 
     def test_report_defines_the_speed_of_a_user_by_tpot(self, tmp_path: Path) -> None:
-        one(tmp_path, "inferencex", files.inferencex())
+        one(tmp_path, "inferencex", files.make_inferencex_row())
         text = str(sections.build_sections(dataframes.load_frames([tmp_path / "run"]), []))
         assert "1000 / median TPOT in ms" in text
 
@@ -318,7 +320,7 @@ class TestOnlyLengths:
     def test_lists_of_lengths_are_imported_as_a_summary(self, tmp_path: Path) -> None:
         result = summary(input_lens=[100, 100, 100], output_lens=[4, 4, 4], total_output_tokens=12)
         result |= {"benchmark_start_time_unix": 1.0, "benchmark_end_time_unix": 2.0}
-        done, (record,) = run(tmp_path, files.file(tmp_path, result), "vllm")
+        done, (record,) = run(tmp_path, files.write_file(tmp_path, result), "vllm")
         assert record.warnings == ["summary_only"]
         assert record.point.load
         assert (record.point.load.input_tokens, record.point.load.output_tokens) == ("100", "4")
@@ -326,7 +328,7 @@ class TestOnlyLengths:
 
     def test_lengths_of_failed_requests_do_not_count(self, tmp_path: Path) -> None:
         result = summary(input_lens=[100, 7, 100], output_lens=[4, 0, 4], completed=2, failed=1, total_output_tokens=8)
-        _, (record,) = run(tmp_path, files.file(tmp_path, result), "vllm")
+        _, (record,) = run(tmp_path, files.write_file(tmp_path, result), "vllm")
         assert record.point.load
         assert (record.point.load.input_tokens, record.point.load.output_tokens) == ("100", "4")
 
@@ -338,7 +340,7 @@ class TestOnlyLengths:
     def test_result_with_only_lengths_is_imported_with_others(self, tmp_path: Path) -> None:
         lens = summary(input_lens=[100] * 3, output_lens=[4] * 3)
         _, records = run(
-            tmp_path, folder(tmp_path, a_conc3=files.vllm(), b_conc4=lens | {"max_concurrency": 4}), "vllm"
+            tmp_path, folder(tmp_path, a_conc3=files.make_vllm_result(), b_conc4=lens | {"max_concurrency": 4}), "vllm"
         )
         assert len(records) == 2
 
@@ -347,7 +349,7 @@ class TestRouter:
     """SGLang behind a router for disaggregated prefill and decode has information of each server, by kind."""
 
     def make_result(self, prefill: list[Any], decode: list[Any]) -> dict[str, Any]:
-        return files.sglang(server_info={"internal_states": [{}], "prefill": prefill, "decode": decode})
+        return files.make_sglang_result(server_info={"internal_states": [{}], "prefill": prefill, "decode": decode})
 
     def test_gpus_of_prefill_and_decode_servers_are_added(self, tmp_path: Path) -> None:
         """One prefill and two decode servers have 4 GPUs each."""
@@ -377,7 +379,7 @@ class TestRouter:
     def test_info_of_one_disaggregated_server_gives_no_number_of_gpus(
         self, server: dict[str, Any], tmp_path: Path
     ) -> None:
-        record, found = one(tmp_path, "sglang", files.sglang(server_info=server))
+        record, found = one(tmp_path, "sglang", files.make_sglang_result(server_info=server))
         assert (record.point.model, record.point.gpus) == ("org/model", 0)
         assert record.point.settings == "disaggregation=decode"
         assert found.output_tok_s_per_gpu is None
@@ -400,7 +402,7 @@ class TestUnreadable:
             (json.dumps(summary(duration=0.0)), "took no time"),
             (json.dumps(summary(duration=-1.0)), "duration is -1.0"),
             (json.dumps(summary(tp="4", dcp="3")), "has an impossible layout"),
-            (json.dumps(files.vllm(ttfts=[0.5])), "differ in length"),
+            (json.dumps(files.make_vllm_result(ttfts=[0.5])), "differ in length"),
         ],
         ids=["empty", "cut", "no-time", "negative", "layout", "lists"],
     )
@@ -413,7 +415,9 @@ class TestUnreadable:
         assert any(note.startswith(f"Left out: {path / 'bad.json'}") and reason in note for note in done.notes)
 
     def test_invalid_line_is_named_and_other_lines_are_imported(self, tmp_path: Path) -> None:
-        path = folder(tmp_path, a=f"{json.dumps(files.sglang())}\n{json.dumps(files.sglang())[:-40]}\n")
+        path = folder(
+            tmp_path, a=f"{json.dumps(files.make_sglang_result())}\n{json.dumps(files.make_sglang_result())[:-40]}\n"
+        )
         done, records = run(tmp_path, path, "sglang")
         assert len(records) == 1
         assert [str(error).partition(" is")[0] for error in done.errors] == [f"{path / 'a.json'}, line 2"]
@@ -441,11 +445,13 @@ class TestUnreadable:
     def test_multi_node_row_without_decode_gpus_is_left_out(self, tmp_path: Path) -> None:
         """process_result.py writes decode_tp and num_decode_gpu as 0 if there are only prefill GPUs."""
         row = {
-            name: value for name, value in files.inferencex().items() if name not in ("tp", "pp", "ep", "dp_attention")
+            name: value
+            for name, value in files.make_inferencex_row().items()
+            if name not in ("tp", "pp", "ep", "dp_attention")
         }
         row |= {"is_multinode": True, "prefill_tp": 16, "decode_tp": 0, "num_prefill_gpu": 16, "num_decode_gpu": 0}
         path = tmp_path / "agg.json"
-        path.write_text(json.dumps([files.inferencex(), row]))
+        path.write_text(json.dumps([files.make_inferencex_row(), row]))
         done, records = run(tmp_path, path, "inferencex")
         assert len(records) == 1
         assert any(note.startswith("Left out, no number of GPUs") and f"{path}, entry 2" in note for note in done.notes)
@@ -455,9 +461,9 @@ class TestUnreadable:
 def test_percentile_of_50_is_the_median(engine: str, tmp_path: Path) -> None:
     """The result has --metric-percentiles 50,90,99 without the median, which newer versions always write."""
     name, unit = ("median_ttft", "") if engine == "inferencex" else ("median_ttft_ms", "_ms")
-    result = files.without_details(getattr(files, engine)())
+    result = files.remove_details(getattr(files, engine)())
     value = result.pop(name)
-    done, (record,) = run(tmp_path, files.file(tmp_path, result | {f"p50_ttft{unit}": value}), engine)
+    done, (record,) = run(tmp_path, files.write_file(tmp_path, result | {f"p50_ttft{unit}": value}), engine)
     assert record.serve
     assert record.serve.ttft_ms.p50 == pytest.approx(500)
     assert not any("Not read" in note for note in done.notes)

@@ -13,7 +13,16 @@ from dcpbench.errors import RecordsError, UsageError
 from dcpbench.imports import Overrides, import_files
 from dcpbench.records.file import read_records
 from dcpbench.serving.samples import read_samples
-from tests.unit.tool_files_builder import PHASES, aiperf, forward_case, guidellm, line, one_batch, spread, stat
+from tests.unit.tool_files_builder import (
+    PHASES,
+    make_aiperf_line,
+    make_aiperf_summary,
+    make_distribution,
+    make_forward_case,
+    make_guidellm_result,
+    make_one_batch_result,
+    make_statistic,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +52,7 @@ class TestGuidellm:
         """The request latency is in s. Percentiles of the inter-token latency are over requests, so ITL has only a
         mean.
         """
-        path = report(tmp_path, guidellm({"type_": "concurrent", "streams": 2}))
+        path = report(tmp_path, make_guidellm_result({"type_": "concurrent", "streams": 2}))
         (record,) = imported(tmp_path, "guidellm", path, tp=2)
         found = record.serve
         assert found is not None
@@ -83,46 +92,48 @@ class TestGuidellm:
         burstiness: float,
         concurrency: int,
     ) -> None:
-        (record,) = imported(tmp_path, "guidellm", report(tmp_path, guidellm(strategy)))
+        (record,) = imported(tmp_path, "guidellm", report(tmp_path, make_guidellm_result(strategy)))
         load = record.point.load
         assert load is not None
         assert (load.arrival, load.request_rate, load.burstiness) == (arrival, rate, burstiness)
         assert record.point.concurrency == concurrency
 
     def test_tpot_is_unknown_if_not_all_requests_are_listed(self, tmp_path: Path) -> None:
-        path = report(tmp_path, guidellm({"type_": "synchronous"}, listed=2))
+        path = report(tmp_path, make_guidellm_result({"type_": "synchronous"}, listed=2))
         (record,) = imported(tmp_path, "guidellm", path)
         assert record.serve is not None
         assert record.serve.tpot_ms.p50 is None
         assert record.serve.tok_s_per_user is None
 
     def test_gaps_between_chunks_of_several_tokens_are_unknown(self, tmp_path: Path) -> None:
-        chunks = {"iter_tokens_per_iteration": spread(2.5, 2.5)}
-        (record,) = imported(tmp_path, "guidellm", report(tmp_path, guidellm({"type_": "synchronous"}, **chunks)))
+        chunks = {"iter_tokens_per_iteration": make_distribution(2.5, 2.5)}
+        (record,) = imported(
+            tmp_path, "guidellm", report(tmp_path, make_guidellm_result({"type_": "synchronous"}, **chunks))
+        )
         assert record.serve is not None
         assert record.serve.itl_ms.mean is None
         assert "chunk_gaps" in record.warnings
 
     def test_each_benchmark_of_a_sweep_is_a_point(self, tmp_path: Path) -> None:
-        loads = [guidellm({"type_": "concurrent", "streams": n}) for n in (1, 2, 4)]
+        loads = [make_guidellm_result({"type_": "concurrent", "streams": n}) for n in (1, 2, 4)]
         found = imported(tmp_path, "guidellm", report(tmp_path, *loads))
         assert [record.point.concurrency for record in found] == [1, 2, 4]
         assert len({record.point.get_key() for record in found}) == 3
 
     def test_unknown_strategy_and_other_versions_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match=r"config.strategy.type_ is 'replay', and known are synchronous"):
-            imported(tmp_path, "guidellm", report(tmp_path, guidellm({"type_": "replay"})))
+            imported(tmp_path, "guidellm", report(tmp_path, make_guidellm_result({"type_": "replay"})))
         with pytest.raises(RecordsError, match=r"is of an earlier GuideLLM, .* with version 0\.5 or newer"):
             imported(tmp_path, "guidellm", report(tmp_path, {"run_stats": {}, "metrics": {}, "duration": 1.0}))
-        old = {name: v for name, v in guidellm({"type_": "synchronous"}).items() if name != "config"}
+        old = {name: v for name, v in make_guidellm_result({"type_": "synchronous"}).items() if name != "config"}
         with pytest.raises(RecordsError, match="is not what GuideLLM writes: Object missing required field `config`"):
             imported(tmp_path, "guidellm", report(tmp_path, old))
 
     def test_rates_with_a_warm_up_are_those_of_the_measured_time(self, tmp_path: Path) -> None:
         """Requests that overlap the 2 s have 10 tokens, of which 6 came within them."""
         own = {"output_tokens_per_second": 3.0, "tokens_per_second": 103.0, "requests_per_second": 1.0}
-        rates = {name: spread(value, value) for name, value in own.items()}
-        benchmark = guidellm({"type_": "concurrent", "streams": 2}, **rates)
+        rates = {name: make_distribution(value, value) for name, value in own.items()}
+        benchmark = make_guidellm_result({"type_": "concurrent", "streams": 2}, **rates)
         times = {"request_start_time": 999.0, "measure_start_time": 1000.0}
         times |= {"measure_end_time": 1002.0, "request_end_time": 1002.0}
         for scheduler, wanted in (({}, (5.0, 155.0, 1.5)), (times, (3.0, 103.0, 1.0))):
@@ -134,14 +145,14 @@ class TestGuidellm:
 
 @pytest.mark.parametrize("number", [10**400, 10**16, -1])
 def test_impossible_numbers_inside_a_benchmark_are_refused(tmp_path: Path, number: int) -> None:
-    case = forward_case("a", [9])
+    case = make_forward_case("a", [9])
     case["requests"][0]["kv_len"] = number
     totals = {"successful": number, "incomplete": 0, "errored": 0, "total": 3}
-    benchmark = guidellm({"type_": "concurrent", "streams": 2}, request_totals=totals)
+    benchmark = make_guidellm_result({"type_": "concurrent", "streams": 2}, request_totals=totals)
     for tool, path in (("vllm-forward", write(tmp_path / "x.json", case)), ("guidellm", report(tmp_path, benchmark))):
         with pytest.raises(RecordsError, match=r"was the file damaged|less than nothing"):
             imported(tmp_path, tool, path, model="m")
-    listed = guidellm({"type_": "concurrent", "streams": 2})
+    listed = make_guidellm_result({"type_": "concurrent", "streams": 2})
     listed["requests"]["successful"][0]["inter_token_latency_ms"] = number
     with pytest.raises(RecordsError, match="which is no time in ms"):
         imported(tmp_path, "guidellm", report(tmp_path, listed))
@@ -153,7 +164,9 @@ BEGIN_NS = 1_759_813_207_532_900_363
 class TestAiperf:
     def test_summary_keeps_its_percentiles_under_dcpbench_names(self, tmp_path: Path) -> None:
         """AIPerf's inter-token latency is TPOT, and its inter-chunk latency is ITL. Each value has its own unit."""
-        summary = aiperf(time_to_first_token=stat("sec", 0.2, p50=0.19, p90=0.21, p95=0.22, p99=0.23))
+        summary = make_aiperf_summary(
+            time_to_first_token=make_statistic("sec", 0.2, p50=0.19, p90=0.21, p95=0.22, p99=0.23)
+        )
         path = write(tmp_path / "profile_export_aiperf.json", summary)
         (record,) = imported(tmp_path, "aiperf", path, tp=2)
         found = record.serve
@@ -173,13 +186,15 @@ class TestAiperf:
         out.
         """
         folder = tmp_path / "artifacts"
-        write(folder / "profile_export_aiperf.json", aiperf())
+        write(folder / "profile_export_aiperf.json", make_aiperf_summary())
         lines = [
-            line(BEGIN_NS, [30.0, 31.0, 39.0]),
-            line(BEGIN_NS + 100_000_000, [50.0]),
-            line(BEGIN_NS + 200_000_000, []),
-            line(BEGIN_NS - 9_000_000_000, [900.0], phase="warmup"),
-            line(BEGIN_NS + 200_000_000, [], metrics={}, error={"code": 500, "type": "HTTPError", "message": "no"}),
+            make_aiperf_line(BEGIN_NS, [30.0, 31.0, 39.0]),
+            make_aiperf_line(BEGIN_NS + 100_000_000, [50.0]),
+            make_aiperf_line(BEGIN_NS + 200_000_000, []),
+            make_aiperf_line(BEGIN_NS - 9_000_000_000, [900.0], phase="warmup"),
+            make_aiperf_line(
+                BEGIN_NS + 200_000_000, [], metrics={}, error={"code": 500, "type": "HTTPError", "message": "no"}
+            ),
         ]
         write(folder / "profile_export.jsonl", *lines)
         (record,) = imported(tmp_path, "aiperf", folder, tp=2)
@@ -201,8 +216,13 @@ class TestAiperf:
         assert rows[0].token_s == pytest.approx([0.5, 0.53, 0.561, 0.6])
 
     def test_requests_without_a_summary_have_no_model_and_load(self, tmp_path: Path) -> None:
-        later = line(BEGIN_NS + 9_000_000_000, [31.0])
-        path = write(tmp_path / "profile_export.jsonl", line(BEGIN_NS, [30.0]), line(BEGIN_NS + 1, [31.0]), later)
+        later = make_aiperf_line(BEGIN_NS + 9_000_000_000, [31.0])
+        path = write(
+            tmp_path / "profile_export.jsonl",
+            make_aiperf_line(BEGIN_NS, [30.0]),
+            make_aiperf_line(BEGIN_NS + 1, [31.0]),
+            later,
+        )
         with pytest.raises(UsageError, match="names no model; add --model NAME"):
             imported(tmp_path, "aiperf", path)
         (record,) = imported(tmp_path, "aiperf", path, model="m")
@@ -225,7 +245,7 @@ class TestAiperf:
     def test_rates_and_traces_are_imported(
         self, tmp_path: Path, load: dict[str, Any], given: dict[str, Any], wanted: tuple[object, ...]
     ) -> None:
-        path = write(tmp_path / "profile_export_aiperf.json", aiperf(load, given))
+        path = write(tmp_path / "profile_export_aiperf.json", make_aiperf_summary(load, given))
         (record,) = imported(tmp_path, "aiperf", path)
         found = record.point.load
         assert found is not None
@@ -247,7 +267,7 @@ class TestAiperf:
     ) -> None:
         """Later versions list phases. The first one warms up. Without a concurrency all 4 requests may be in flight."""
         config = PHASES | {"phases": [PHASES["phases"][0], {"name": "profiling", **phase}]}
-        (record,) = imported(tmp_path, "aiperf", write(tmp_path / "a.json", aiperf(input_config=config)))
+        (record,) = imported(tmp_path, "aiperf", write(tmp_path / "a.json", make_aiperf_summary(input_config=config)))
         point, found = record.point, record.point.load
         assert found is not None
         assert (found.arrival, found.request_rate, found.burstiness, found.trace, point.concurrency) == wanted
@@ -256,10 +276,10 @@ class TestAiperf:
     def test_phases_of_another_form_are_read_or_refused(self, tmp_path: Path) -> None:
         warm, main = {"type": "concurrency", "concurrency": 9}, {"type": "concurrency", "concurrency": 32}
         config = {"models": {"items": [{"name": "org/model"}]}, "phases": {"warmup": warm, "profiling": main}}
-        (record,) = imported(tmp_path, "aiperf", write(tmp_path / "a.json", aiperf(input_config=config)))
+        (record,) = imported(tmp_path, "aiperf", write(tmp_path / "a.json", make_aiperf_summary(input_config=config)))
         assert record.point.concurrency == 32
         for odd in (5, "profiling", [1]):
-            path = write(tmp_path / "a.json", aiperf(input_config=config | {"phases": odd}))
+            path = write(tmp_path / "a.json", make_aiperf_summary(input_config=config | {"phases": odd}))
             with pytest.raises(RecordsError, match="states neither a concurrency nor a request rate"):
                 imported(tmp_path, "aiperf", path)
 
@@ -268,7 +288,7 @@ class TestAiperf:
             {"name": name, "kind": "profiling", "type": "concurrency", "concurrency": n}
             for name, n in (("low", 4), ("high", 64))
         ]
-        summary = aiperf(input_config={"models": {"items": [{"name": "org/model"}]}, "phases": phases})
+        summary = make_aiperf_summary(input_config={"models": {"items": [{"name": "org/model"}]}, "phases": phases})
         with pytest.raises(RecordsError, match="mixes several measured phases; import the results of each phase"):
             imported(tmp_path, "aiperf", write(tmp_path / "a.json", summary))
         (record,) = imported(tmp_path, "aiperf", write(tmp_path / "phases" / "high" / "a.json", summary))
@@ -276,16 +296,18 @@ class TestAiperf:
 
     def test_summary_with_an_unknown_concurrency_is_refused(self, tmp_path: Path) -> None:
         """The number of requests is not the number of clients. Users at a common rate have neither."""
-        path = write(tmp_path / "a.json", aiperf({}))
+        path = write(tmp_path / "a.json", make_aiperf_summary({}))
         with pytest.raises(RecordsError, match=r"neither a concurrency nor a request rate .*; add the profile_export"):
             imported(tmp_path, "aiperf", path)
         phases = [{"name": "profiling", "type": "user_centric", "rate": 2.0, "users": 3}]
-        path = write(tmp_path / "a.json", aiperf(input_config={"phases": phases}))
+        path = write(tmp_path / "a.json", make_aiperf_summary(input_config={"phases": phases}))
         with pytest.raises(RecordsError, match="phase of type user_centric has neither one concurrency nor one rate"):
             imported(tmp_path, "aiperf", path)
 
     def test_time_in_an_unknown_unit_is_refused(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "profile_export_aiperf.json", aiperf(request_latency=stat("ticks", 300.0)))
+        path = write(
+            tmp_path / "profile_export_aiperf.json", make_aiperf_summary(request_latency=make_statistic("ticks", 300.0))
+        )
         with pytest.raises(RecordsError, match="request_latency is in ticks, and a time is in one of ns, us, ms"):
             imported(tmp_path, "aiperf", path)
 
@@ -294,7 +316,7 @@ class TestOneBatch:
     """Four requests of 1,000 tokens: 0.5 s of prefill, then 10 steps that take 0.3 s, with a median of 29 ms."""
 
     def test_ttft_of_all_requests_is_the_prefill_of_the_batch(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "result.jsonl", one_batch())
+        path = write(tmp_path / "result.jsonl", make_one_batch_result())
         (record,) = imported(tmp_path, "sglang-one-batch", path, model="m", tp=2)
         found = record.serve
         assert found is not None
@@ -311,7 +333,7 @@ class TestOneBatch:
         assert (point.load.input_tokens, point.load.output_tokens, point.load.requests) == ("1000", "11", 4)
 
     def test_batch_with_one_output_token_has_no_itl(self, tmp_path: Path) -> None:
-        alone = one_batch(output_len=1, total_latency=0.5)
+        alone = make_one_batch_result(output_len=1, total_latency=0.5)
         del alone["median_decode_latency"]
         (record,) = imported(tmp_path, "sglang-one-batch", write(tmp_path / "r.jsonl", alone), model="m")
         assert record.serve is not None
@@ -319,7 +341,12 @@ class TestOneBatch:
         assert record.serve.tok_s_per_user is None
 
     def test_each_line_is_a_point(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "r.jsonl", one_batch(), one_batch(batch_size=8), one_batch(input_len=2000))
+        path = write(
+            tmp_path / "r.jsonl",
+            make_one_batch_result(),
+            make_one_batch_result(batch_size=8),
+            make_one_batch_result(input_len=2000),
+        )
         found = imported(tmp_path, "sglang-one-batch", path, model="m")
         assert [(r.point.concurrency, r.point.load.input_tokens) for r in found if r.point.load] == [
             (4, "1000"),
@@ -329,13 +356,18 @@ class TestOneBatch:
 
     def test_impossible_batch_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match="a batch has at least 1 request"):
-            imported(tmp_path, "sglang-one-batch", write(tmp_path / "r.jsonl", one_batch(batch_size=0)), model="m")
+            imported(
+                tmp_path,
+                "sglang-one-batch",
+                write(tmp_path / "r.jsonl", make_one_batch_result(batch_size=0)),
+                model="m",
+            )
 
 
 class TestForward:
     def test_decode_step_is_imported_as_a_decode_point(self, tmp_path: Path) -> None:
         """A step of 5 ms for eight requests reads 4,096 rows of each, including the new one: 1,600 tok/s, 800 per GPU."""
-        path = write(tmp_path / "f.json", [forward_case("a", [4096] * 8, ranks=2)])
+        path = write(tmp_path / "f.json", [make_forward_case("a", [4096] * 8, ranks=2)])
         (record,) = imported(tmp_path, "vllm-forward", path, model="m", tp=2, dcp=2)
         found, point = record.metrics, record.point
         assert found is not None
@@ -347,13 +379,17 @@ class TestForward:
         assert (point.layout_name, point.backend, point.settings) == ("tp2·dcp2", "vllm", "bench=forward")
 
     def test_varying_lengths_are_settings_and_replicas_have_a_batch_each(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "f.json", [forward_case("a", [3000, 5001], ranks=2)])
+        path = write(tmp_path / "f.json", [make_forward_case("a", [3000, 5001], ranks=2)])
         (record,) = imported(tmp_path, "vllm-forward", path, model="m", tp=2, dp=2)
         assert (record.point.concurrency, record.point.context) == (4, 3999)
         assert record.point.settings == "bench=forward, kv_lens=3000-5001"
 
     def test_prompt_and_draft_steps_are_listed_as_left_out(self, tmp_path: Path) -> None:
-        cases = [forward_case("a", [9]), forward_case("p", [9], query=9), forward_case("v", [9], query=3, drafts=2)]
+        cases = [
+            make_forward_case("a", [9]),
+            make_forward_case("p", [9], query=9),
+            make_forward_case("v", [9], query=3, drafts=2),
+        ]
         done = import_files(
             [write(tmp_path / "f.json", cases)], "vllm-forward", tmp_path / "run", Overrides(model="m"), force=True
         )
@@ -362,7 +398,7 @@ class TestForward:
         assert any("Left out, steps that verify draft tokens: " in note for note in done.notes)
 
     def test_layout_of_several_ranks_has_to_be_given(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "f.json", [forward_case("a", [9], ranks=4)])
+        path = write(tmp_path / "f.json", [make_forward_case("a", [9], ranks=4)])
         with pytest.raises(UsageError, match=r"has 4 ranks, and no layout; add --tp 4, with --dp and --dcp"):
             imported(tmp_path, "vllm-forward", path, model="m")
         with pytest.raises(UsageError, match="has 4 ranks, and the options state 2"):
@@ -372,10 +408,10 @@ class TestForward:
 @pytest.mark.parametrize(
     ("engine", "value"),
     [
-        ("guidellm", guidellm({"type_": "synchronous"})),
-        ("aiperf", aiperf()),
-        ("sglang-one-batch", one_batch()),
-        ("vllm-forward", forward_case("a", [9])),
+        ("guidellm", make_guidellm_result({"type_": "synchronous"})),
+        ("aiperf", make_aiperf_summary()),
+        ("sglang-one-batch", make_one_batch_result()),
+        ("vllm-forward", make_forward_case("a", [9])),
     ],
 )
 def test_result_of_another_tool_is_refused_with_its_name(engine: str, value: dict[str, Any], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dcpbench.points.latency_bands import EMULATED, ESTIMATED, TOGETHER, Case, f
 from dcpbench.recommend import answer_table, estimate, forecast
 from dcpbench.records.record import Emulated, Record
 from dcpbench.serving import replay
-from tests.unit.test_recommend import choice, run
+from tests.unit.test_recommend import make_choice, run
 from tools import latency_check
 
 PUBLISHED = latency_bands.load_published()
@@ -24,7 +24,7 @@ DP_LIVE = "serving_4xH200/attention-dp-live_4xH200_2026-11-27"
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def case(
+def make_case(
     machine: str,
     ttft: float = 1.0,
     itl: float = 1.0,
@@ -42,31 +42,33 @@ class TestBand:
         """Measured over forecast is 0.8 and 1.1, so the factor is 1.25: 100 ms may be 80 to 125; with a further 10 %
         72.7 to 137.5.
         """
-        band = find_band(ESTIMATED, "ttft", "closed", [case("a", ttft=0.8), case("b", ttft=1.1), case("b", ttft=1.0)])
+        band = find_band(
+            ESTIMATED, "ttft", "closed", [make_case("a", ttft=0.8), make_case("b", ttft=1.1), make_case("b", ttft=1.0)]
+        )
         assert band == latency_bands.Band(low=0.8, high=1.1, cases=3, machines=2)
         assert band.compute_ends(100.0) == pytest.approx((80.0, 125.0))
         assert band.compute_ends(100.0, error=0.1) == pytest.approx((72.7273, 137.5))
 
     def test_band_includes_shorter_latencies_if_all_errors_were_longer(self) -> None:
-        band = find_band(ESTIMATED, "ttft", "closed", [case("a", ttft=1.1), case("b", ttft=1.25)])
+        band = find_band(ESTIMATED, "ttft", "closed", [make_case("a", ttft=1.1), make_case("b", ttft=1.25)])
         assert band is not None
         assert band.compute_ends(100.0) == pytest.approx((80.0, 125.0))
 
     def test_band_uses_only_cases_of_its_kind(self) -> None:
-        band = find_band(ESTIMATED, "ttft", "closed", [case("a"), case("a", ttft=2.0, kind=EMULATED)])
+        band = find_band(ESTIMATED, "ttft", "closed", [make_case("a"), make_case("a", ttft=2.0, kind=EMULATED)])
         assert band is not None
         assert band.high == 1.0
-        assert find_band(TOGETHER, "ttft", "closed", [case("a"), case("b", kind=EMULATED)]) is None
+        assert find_band(TOGETHER, "ttft", "closed", [make_case("a"), make_case("b", kind=EMULATED)]) is None
 
     def test_other_arrivals_count_if_own_cases_are_of_one_machine(self) -> None:
         """Closed loops ran on a and b, loads at a rate only on a, and traces nowhere."""
-        cases = [case("a", ttft=1.1), case("b", ttft=1.2), case("a", ttft=1.5, arrival="gamma")]
+        cases = [make_case("a", ttft=1.1), make_case("b", ttft=1.2), make_case("a", ttft=1.5, arrival="gamma")]
         bands = [find_band(ESTIMATED, "ttft", arrival, cases) for arrival in ("closed", "gamma", "trace")]
         assert [(band.high, band.cases) for band in bands if band] == [(1.2, 2), (1.5, 3), (1.5, 3)]
 
     def test_no_itl_band_if_the_median_may_be_a_step_with_a_prompt(self) -> None:
         """Shares of gaps with prompts were up to 0.2 larger than estimated, so from 0.3 on they may reach one half."""
-        cases = [case("a", itl=1.1, share=0.1, measured=0.3), case("b", itl=4.0, share=0.4, measured=0.45)]
+        cases = [make_case("a", itl=1.1, share=0.1, measured=0.3), make_case("b", itl=4.0, share=0.4, measured=0.45)]
         assert latency_bands.compute_max_sure_share(cases) == pytest.approx(0.3)
         band = find_band(ESTIMATED, "itl", "closed", cases, 0.29)
         assert band is not None
@@ -79,12 +81,12 @@ class TestBand:
 class TestCoverage:
     def test_coverage_uses_bands_of_the_other_machines(self) -> None:
         """a: 0.9 and 1.0 are within b's factor of 1.2. b: 1.2 is outside of a's 1.11, and 0.9 inside."""
-        cases = [case("a", ttft=0.9), case("a", ttft=1.0), case("b", ttft=1.2), case("b", ttft=0.9)]
+        cases = [make_case("a", ttft=0.9), make_case("a", ttft=1.0), make_case("b", ttft=1.2), make_case("b", ttft=0.9)]
         found = latency_check.compute_coverage(ESTIMATED, "ttft", "closed", cases)
         assert (found.inside, found.cases, found.without_number) == (3, 4, 0)
 
     def test_coverage_of_a_single_machine_is_unknown(self) -> None:
-        found = latency_check.compute_coverage(ESTIMATED, "ttft", "closed", [case("a"), case("a")])
+        found = latency_check.compute_coverage(ESTIMATED, "ttft", "closed", [make_case("a"), make_case("a")])
         assert (found.inside, found.cases, found.without_number) == (0, 0, 2)
 
 
@@ -120,7 +122,7 @@ class TestPublished:
         (found,) = (c for c in PUBLISHED if c.forecast == f"results/{DP_LIVE}/replays/alone-0-48-100-300")
         served = read_live_load()
         (forecast,) = (r for _, r in latency_check.read_served(f"{DP_LIVE}/replays/alone-0-48-100-300"))
-        ratios = [p50_ms(served, metric) / p50_ms(forecast, metric) for metric in ("ttft", "itl")]
+        ratios = [get_p50_ms(served, metric) / get_p50_ms(forecast, metric) for metric in ("ttft", "itl")]
         assert [found.ttft, found.itl] == pytest.approx(ratios, abs=1e-4)
         assert found.kind == EMULATED
 
@@ -139,7 +141,7 @@ def read_live_load() -> Record:
     return found
 
 
-def p50_ms(record: Record, metric: str) -> float:
+def get_p50_ms(record: Record, metric: str) -> float:
     """Return a median latency of a served record."""
     assert record.serve is not None
     return float(getattr(record.serve, f"{metric}_ms").p50)
@@ -180,7 +182,9 @@ class TestForecasts:
         assert high / layout["itl_ms"]["p50"] - 1 >= estimate.load_published_steps().band
 
     def test_bands_are_corrected_with_the_estimate(self) -> None:
-        estimate = dataclasses.replace(choice(100.0).forecasts[0], ttft_bounds_ms=(80.0, 120.0), itl_bounds_ms=None)
+        estimate = dataclasses.replace(
+            make_choice(100.0).forecasts[0], ttft_bounds_ms=(80.0, 120.0), itl_bounds_ms=None
+        )
         corrected = forecast.apply_factor(estimate, 0.5)
         assert (corrected.ttft_bounds_ms, corrected.itl_bounds_ms) == ((160.0, 240.0), None)
 
@@ -194,7 +198,7 @@ def test_bands_of_emulated_loads_include_published_errors(monkeypatch: pytest.Mo
     """TTFT of 100 ms: three replays give 99 to 125, and the published ratio is 0.9, so the band is 90 to 125. Without
     cases there is no band.
     """
-    cases = (case("a", ttft=0.9, itl=0.99, kind=EMULATED), case("b", ttft=1.05, itl=1.2, kind=EMULATED))
+    cases = (make_case("a", ttft=0.9, itl=0.99, kind=EMULATED), make_case("b", ttft=1.05, itl=1.2, kind=EMULATED))
     monkeypatch.setattr(latency_bands, "load_published", lambda: cases)
     record = next(
         r

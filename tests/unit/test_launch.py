@@ -33,20 +33,25 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def point(tp: int = 2, context: int = 100) -> Point:
+def make_point(tp: int = 2, context: int = 100) -> Point:
     """Return a point with this size and context."""
     return Point(model="tiny", tp=tp, concurrency=2, context=context, backend="reference", dtype="fp32")
 
 
-def failure(rank: int, kind: str, message: str) -> Failure:
+def make_failure(rank: int, kind: str, message: str) -> Failure:
     """Return the failure that a rank has written."""
     return Failure(rank=rank, key="", kind=kind, message=message, traceback="")
 
 
-def job(folder: Path, device: str = "cpu", points: list[Point] | None = None) -> Job:
+def make_job(folder: Path, device: str = "cpu", points: list[Point] | None = None) -> Job:
     """Return a job in `folder`."""
     return Job(
-        kind="sweep", tag="tp2-0", folder=str(folder), device=device, points=points or [point()], settings=Settings()
+        kind="sweep",
+        tag="tp2-0",
+        folder=str(folder),
+        device=device,
+        points=points or [make_point()],
+        settings=Settings(),
     )
 
 
@@ -54,7 +59,7 @@ class Sleeper(Running):
     """A Running with files only: its agent never started."""
 
     def __init__(self, folder: Path) -> None:
-        self.job = job(folder)
+        self.job = make_job(folder)
         Ranks.__init__(self, folder, self.job.get_log_folder(), self.job.get_progress_path(), range(2))
         self.logs.mkdir(parents=True)
         self.agent_log = self.logs / "agent.log"
@@ -75,14 +80,14 @@ class Sleeper(Running):
 )
 def test_rank_that_broke_the_collective_is_the_cause(collective: tuple[str, str]) -> None:
     """Rank 0 reports first, but only that its peer is gone; rank 1 has the error."""
-    cause = failure(1, "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB")
-    assert launcher.find_cause([failure(0, *collective), cause]) is cause
+    cause = make_failure(1, "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB")
+    assert launcher.find_cause([make_failure(0, *collective), cause]) is cause
 
 
 def test_first_of_several_collective_errors_is_the_cause() -> None:
     """Without any error there is no cause."""
-    first = failure(0, "RuntimeError", "NCCL error")
-    assert launcher.find_cause([first, failure(1, "RuntimeError", "NCCL error")]) is first
+    first = make_failure(0, "RuntimeError", "NCCL error")
+    assert launcher.find_cause([first, make_failure(1, "RuntimeError", "NCCL error")]) is first
     assert launcher.find_cause([]) is None
 
 
@@ -106,16 +111,16 @@ def test_points_share_the_cause_of_a_failed_build_or_model(
     """One of dcpbench's errors while an engine is built applies to points of that engine, an error in the model to all
     points with its weights.
     """
-    failed = Record(point=point(), outcome="failed", detail={"error": error, "stage": stage})
-    assert launcher._has_same_cause(msgspec.structs.replace(point(), **changed), failed) is shares
+    failed = Record(point=make_point(), outcome="failed", detail={"error": error, "stage": stage})
+    assert launcher._has_same_cause(msgspec.structs.replace(make_point(), **changed), failed) is shares
 
 
 def test_last_record_of_a_point_counts(tmp_path: Path) -> None:
     """A point that failed and was then measured with --resume is measured. A folder without records has none."""
     assert read_last_records(tmp_path) == {}
     for outcome in ("failed", "ok"):
-        RecordFile(tmp_path).append(Record(point=point(), outcome=outcome))
-    assert {key: r.outcome for key, r in read_last_records(tmp_path).items()} == {point().get_key(): "ok"}
+        RecordFile(tmp_path).append(Record(point=make_point(), outcome=outcome))
+    assert {key: r.outcome for key, r in read_last_records(tmp_path).items()} == {make_point().get_key(): "ok"}
 
 
 def test_incomplete_progress_line_is_read_after_its_end(tmp_path: Path) -> None:
@@ -134,10 +139,10 @@ def test_incomplete_progress_line_is_read_after_its_end(tmp_path: Path) -> None:
     ("failures", "exits", "finished", "blamed"),
     [
         ([], [(0, 1, 2.0), (1, -9, 1.0)], False, 1),
-        ([failure(0, "RuntimeError", "NCCL error")], [(0, 1, 1.0), (1, -15, 2.0)], False, 1),
-        ([failure(0, "ValueError", "x")], [(0, 1, 1.0), (1, -6, 2.0)], False, None),
-        ([failure(0, "ValueError", "x")], [(0, 1, 1.0), (1, -6, 1.0)], False, None),
-        ([failure(0, "ValueError", "lost a peer")], [(0, 1, 2.0), (1, -11, 1.0)], False, 1),
+        ([make_failure(0, "RuntimeError", "NCCL error")], [(0, 1, 1.0), (1, -15, 2.0)], False, 1),
+        ([make_failure(0, "ValueError", "x")], [(0, 1, 1.0), (1, -6, 2.0)], False, None),
+        ([make_failure(0, "ValueError", "x")], [(0, 1, 1.0), (1, -6, 1.0)], False, None),
+        ([make_failure(0, "ValueError", "lost a peer")], [(0, 1, 2.0), (1, -11, 1.0)], False, 1),
         ([], [(0, 0, 1.0), (1, 0, 2.0)], True, None),
         ([], [(1, 0, 1.0)], False, 1),
         ([], [(0, 0, 1.0), (1, -11, 2.0)], True, 1),
@@ -193,7 +198,7 @@ def test_log_tail_is_that_of_the_failed_rank(tmp_path: Path) -> None:
     (running.logs / "rank-0.log").write_text("fine\n")
     (running.logs / "rank-1.log").write_text("".join(f"line {n}\n" for n in range(30)))
     assert running.log_tail().startswith("rank-0.log:")
-    (tmp_path / "error-1.json").write_bytes(msgspec.json.encode(failure(1, "ValueError", "x")))
+    (tmp_path / "error-1.json").write_bytes(msgspec.json.encode(make_failure(1, "ValueError", "x")))
     assert running.log_tail().splitlines() == ["rank-1.log:", *(f"line {n}" for n in range(10, 30))]
 
 
@@ -218,7 +223,7 @@ def test_empty_stack_files_are_removed_after_a_job(tmp_path: Path) -> None:
 
 def test_torchrun_command_has_one_node_and_a_file_rendezvous(tmp_path: Path) -> None:
     """A TCP rendezvous would listen on all interfaces. Node 1 of two has ranks 2 and 3 of 4."""
-    command = torchrun._make_command(job(tmp_path), "dcpbench.worker", range(2, 4))
+    command = torchrun._make_command(make_job(tmp_path), "dcpbench.worker", range(2, 4))
     pairs = dict(itertools.pairwise(command))
     assert pairs["--nnodes"] == "1"
     assert pairs["--nproc-per-node"] == "2"
@@ -233,21 +238,21 @@ def test_ranks_of_one_machine_listen_on_loopback_by_default(tmp_path: Path, monk
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     monkeypatch.setenv(SECRET, "s")
-    alone = torchrun._make_environment(job(tmp_path), RendezvousOptions())
+    alone = torchrun._make_environment(make_job(tmp_path), RendezvousOptions())
     assert (alone["GLOO_SOCKET_IFNAME"], alone["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
     assert SECRET not in alone
-    assert "GLOO_SOCKET_IFNAME" not in torchrun._make_environment(job(tmp_path), RendezvousOptions(nnodes=2))
+    assert "GLOO_SOCKET_IFNAME" not in torchrun._make_environment(make_job(tmp_path), RendezvousOptions(nnodes=2))
 
 
 def test_cpu_ranks_get_one_thread_and_the_triton_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 ranks with all cores each would measure the scheduler of the system; a number that the user has set is kept."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert torchrun._make_environment(job(tmp_path), RendezvousOptions())["OMP_NUM_THREADS"] == "1"
-    assert torchrun._make_environment(job(tmp_path), RendezvousOptions())["TRITON_INTERPRET"] == "1"
-    assert "TRITON_INTERPRET" not in torchrun._make_environment(job(tmp_path, "cuda"), RendezvousOptions())
+    assert torchrun._make_environment(make_job(tmp_path), RendezvousOptions())["OMP_NUM_THREADS"] == "1"
+    assert torchrun._make_environment(make_job(tmp_path), RendezvousOptions())["TRITON_INTERPRET"] == "1"
+    assert "TRITON_INTERPRET" not in torchrun._make_environment(make_job(tmp_path, "cuda"), RendezvousOptions())
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert torchrun._make_environment(job(tmp_path), RendezvousOptions())["OMP_NUM_THREADS"] == "3"
+    assert torchrun._make_environment(make_job(tmp_path), RendezvousOptions())["OMP_NUM_THREADS"] == "3"
 
 
 def test_probe_error_contains_the_output_of_the_worker() -> None:
@@ -307,20 +312,20 @@ def test_node_0_sends_jobs_and_receives_their_ends(tmp_path: Path) -> None:
         received.append(connection.receive(10))
         connection.send(nodes.FAILED)
         received.append(connection.receive(10))
-        connection.send(msgspec.json.encode(nodes.Ended(node=1, code=1, failures=[failure(3, "ValueError", "x")])))
+        connection.send(msgspec.json.encode(nodes.Ended(node=1, code=1, failures=[make_failure(3, "ValueError", "x")])))
         received.append(connection.receive(10))
         connection.close()
 
     thread = threading.Thread(target=run_other_node)
     thread.start()
     with nodes.Leader(f"127.0.0.1:{port}", 2, 10) as leader:
-        leader.start(job(tmp_path))
+        leader.start(make_job(tmp_path))
         while not leader.has_failure():
             pass
         (ended,) = leader.stop()
     thread.join(10)
     assert [f.rank for f in ended.failures] == [3]
-    assert msgspec.json.decode(received[0] or b"", type=Job) == job(tmp_path)
+    assert msgspec.json.decode(received[0] or b"", type=Job) == make_job(tmp_path)
     assert received[1:] == [nodes.STOP, None]
 
 
@@ -484,7 +489,7 @@ def test_job_of_several_machines_has_the_ranks_of_this_one(tmp_path: Path, monke
     monkeypatch.setattr(torchrun.subprocess, "Popen", Agent)
     (tmp_path / "error-2.json").write_text("old")
     read, write = os.pipe()
-    four = job(tmp_path, points=[point(tp=4)])
+    four = make_job(tmp_path, points=[make_point(tp=4)])
     running = Running(four, RendezvousOptions(nnodes=2, node_rank=1), "worker", write)
     assert running.ranks == range(2, 4)
     assert os.read(read, 100) == b"4194400\n"
@@ -496,11 +501,11 @@ def test_job_of_several_machines_has_the_ranks_of_this_one(tmp_path: Path, monke
 
 def test_force_removes_jobs_without_logs(tmp_path: Path) -> None:
     """The file of a job exists before its first process."""
-    one = job(tmp_path)
+    one = make_job(tmp_path)
     one.get_path().write_bytes(msgspec.json.encode(one))
     (tmp_path / "hangs" / "tp2-0-0").mkdir(parents=True)
     (tmp_path / "hangs" / "tp4-0-0").mkdir(parents=True)
-    RecordFile(tmp_path).append(Record(point=point(), outcome="failed"))
+    RecordFile(tmp_path).append(Record(point=make_point(), outcome="failed"))
     folders.prepare_sweep(tmp_path, resume=False, force=True)
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["hangs", "hangs/tp4-0-0"]
 

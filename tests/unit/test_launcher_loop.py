@@ -583,7 +583,7 @@ def test_timeout_limits_checks_of_verify_and_measuring_of_sweeps() -> None:
 @pytest.mark.parametrize("served", [True, False], ids=["requests", "decode"])
 def test_interrupt_waits_for_finished_requests_to_be_written(launched: Launched, served: bool) -> None:
     """A run of requests has 25 seconds, any other run none; then the job is killed."""
-    load = serve_record_builder.load() if served else None
+    load = serve_record_builder.make_load() if served else None
     point = msgspec.structs.replace(A, load=load, workload="serve" if served else "decode")
 
     def script(job: Scripted) -> Acts:

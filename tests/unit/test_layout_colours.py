@@ -35,23 +35,23 @@ APART, ALONE = 0.03, 0.05
 
 def decode(folder: Path) -> dataframes.Frames:
     """Return frames of four layouts, one of them with two exchanges."""
-    points = [build.point(layout, concurrency=n) for layout in (TP, DCP2, DCP4, DP4) for n in (8, 32)]
-    other = [build.point(DCP4, concurrency=n, exchange="symm") for n in (8, 32)]
-    return dataframes.load_frames([build.write(folder, map(build.ok, (*points, *other)))])
+    points = [build.make_point(layout, concurrency=n) for layout in (TP, DCP2, DCP4, DP4) for n in (8, 32)]
+    other = [build.make_point(DCP4, concurrency=n, exchange="symm") for n in (8, 32)]
+    return dataframes.load_frames([build.write_records(folder, map(build.make_ok_record, (*points, *other)))])
 
 
 def served(folder: Path) -> dataframes.Frames:
     """Return frames without tp4·dcp2, in another order."""
-    points = [serve.point(layout, n) for layout in (DP4, DCP4, TP) for n in (8, 32)]
-    return dataframes.load_frames([build.write(folder, map(serve.served, points))])
+    points = [serve.make_point(layout, n) for layout in (DP4, DCP4, TP) for n in (8, 32)]
+    return dataframes.load_frames([build.write_records(folder, map(serve.make_served_record, points))])
 
 
 def imported(folder: Path) -> dataframes.Frames:
     """Return frames of two servers of tp4, one of tp4·dp4, and one of tp8."""
     servers = ({"tp": 4}, {"tp": 4, "hw": "b200"}, {"tp": 4, "dp_attention": "true"}, {"tp": 8})
-    rows = [files.inferencex(conc=n, **server) for n in (4, 8) for server in servers]
+    rows = [files.make_inferencex_row(conc=n, **server) for n in (4, 8) for server in servers]
     folder.mkdir()
-    import_files([files.file(folder, *rows)], "inferencex", folder / "run", Overrides())
+    import_files([files.write_file(folder, *rows)], "inferencex", folder / "run", Overrides())
     return dataframes.load_frames([folder / "run"])
 
 
@@ -103,8 +103,11 @@ def test_ratio_of_dcp_has_the_colour_of_its_layout(tmp_path: Path) -> None:
     }
     grid = [{"context": context, "concurrency": n} for context in (4000, 64000) for n in (8, 32)]
     variants = [{"exchange": name} | load for name in ("ag_rs", "symm") for load in grid]
-    points = [*(build.point(TP, **load) for load in grid), *(build.point(DCP4, **changes) for changes in variants)]
-    more = dataframes.load_frames([build.write(tmp_path / "more", map(build.ok, points))])
+    points = [
+        *(build.make_point(TP, **load) for load in grid),
+        *(build.make_point(DCP4, **changes) for changes in variants),
+    ]
+    more = dataframes.load_frames([build.write_records(tmp_path / "more", map(build.make_ok_record, points))])
     split = figures.draw_break_even(more.findings.ratios, Style.from_points(more.points), "title")
     assert [ax.get_title() for ax in split.axes] == [f"kimi-k2: tp4·dcp4 ({name})" for name in ("ag_rs", "symm")]
     for ax in split.axes:
@@ -169,8 +172,10 @@ def test_single_curve_of_a_figure_is_labelled_with_its_load(tmp_path: Path) -> N
     def list_legend(*layouts: Layout) -> list[str]:
         grid = [(layout, context) for layout in (TP, *layouts) for context in (4000, 64000)]
         run = tmp_path / str(len(layouts))
-        points = [build.ok(build.point(layout, context=context, concurrency=8)) for layout, context in grid]
-        read = dataframes.load_frames([build.write(run, points)])
+        points = [
+            build.make_ok_record(build.make_point(layout, context=context, concurrency=8)) for layout, context in grid
+        ]
+        read = dataframes.load_frames([build.write_records(run, points)])
         (found,) = figures.draw_break_even(read.findings.ratios, Style.from_points(read.points), "title").legends
         return [text.get_text() for text in found.get_texts()]
 

@@ -17,7 +17,7 @@ from dcpbench.records.model_sizes import ModelSizes, shorten_shape
 from dcpbench.records.record import EngineSettings, Environment, Phases, Record, Server
 from tests.unit import record_builder as build
 from tools.layout_from_parts import __main__ as command
-from tools.layout_from_parts.composition import IDLE, CheckedStep, Composition, compose, forecast, predict_parts
+from tools.layout_from_parts.composition import NO_KERNEL, CheckedStep, Composition, compose, forecast, predict_parts
 from tools.layout_from_parts.steps import Target, read_steps
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def make_step(
         "kv": None,
         "conditions": None,
     }
-    return build.ok(point, median_ms=step_us / 1e3 if ms is None else ms, noise=0.0, **(fields | changes))
+    return build.make_ok_record(point, median_ms=step_us / 1e3 if ms is None else ms, noise=0.0, **(fields | changes))
 
 
 def make_runs(tmp_path: Path) -> list[Path]:
@@ -100,7 +100,7 @@ def make_runs(tmp_path: Path) -> list[Path]:
             ),
         ],
     }
-    return [build.write(tmp_path / name, records) for name, records in runs.items()]
+    return [build.write_records(tmp_path / name, records) for name, records in runs.items()]
 
 
 def compose_target(folders: list[Path], **target: int) -> Composition:
@@ -169,7 +169,7 @@ def test_step_of_tensor_parallelism_has_parts_of_its_rank_and_modelled_communica
         "projections": (90.0, "eighth"),
         "experts": (80.0, "eighth"),
         "sampling": (30.0, "whole"),
-        IDLE: (100.0, "eighth"),
+        NO_KERNEL: (100.0, "eighth"),
     }
     communication = sum(part.us for part in step.parts if part.source is None)
     assert step.us == pytest.approx(500 + communication)
@@ -185,7 +185,7 @@ def test_step_of_dcp_attends_with_all_heads_and_has_the_kernels_around_an_exchan
         "experts": (80.0, "eighth"),
         "sampling": (30.0, "whole"),
         "merge": (11.0, "measured"),  # at 32,000 tokens, the nearest context
-        IDLE: (100.0, "measured"),
+        NO_KERNEL: (100.0, "measured"),
     }
     assert step.us == pytest.approx(351 + sum(part.us for part in step.parts if part.source is None))
 
@@ -194,10 +194,10 @@ def test_check_uses_no_part_of_the_step_that_it_checks(tmp_path: Path) -> None:
     """tp2·dcp2 at 32,000 tokens was measured with a merge of 11 µs; the one at 16,000 tokens stands in for it."""
     step = compose_target(make_runs(tmp_path), tp=2, dcp=2)
     found = get_measured(step)
-    assert {name: found[name] for name in ("merge", "copies", IDLE)} == {
+    assert {name: found[name] for name in ("merge", "copies", NO_KERNEL)} == {
         "merge": (10.0, "measured"),
         "copies": (70.0, "measured"),
-        IDLE: (250.0, "measured"),
+        NO_KERNEL: (250.0, "measured"),
     }
     assert (found["projections"], found["attention"]) == ((400.0, "half"), (160.0, "whole"))
 
@@ -214,7 +214,7 @@ def test_band_is_the_largest_error_of_the_check(tmp_path: Path) -> None:
 
 def test_step_that_the_profiler_prolongs_gives_no_gaps(tmp_path: Path) -> None:
     """1,000 µs of parts and gaps are more than 1.03 · 0.9 ms."""
-    run = build.write(tmp_path / "run", [make_step(tp=1, divide=8, ms=0.9)])
+    run = build.write_records(tmp_path / "run", [make_step(tp=1, divide=8, ms=0.9)])
     with pytest.raises(UsageError, match=r"a step of a rank of tp8 .* `model FOLDER --divide 8 --tp 1`"):
         compose_target([run], tp=8, dcp=1)
 
@@ -242,7 +242,7 @@ def test_missing_measurement_is_named_with_its_command(left_out: str, dcp: int, 
 )
 def test_parts_of_another_version_or_gpu_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     runs = make_runs(tmp_path)
-    other = build.write(tmp_path / "other", [make_step(tp=1, divide=8, **changes)])
+    other = build.write_records(tmp_path / "other", [make_step(tp=1, divide=8, **changes)])
     with pytest.raises(UsageError, match=message):
         compose_target([other, *runs[1:]], tp=8, dcp=1)
 
@@ -250,7 +250,7 @@ def test_parts_of_another_version_or_gpu_are_refused(changes: dict[str, Any], me
 def test_different_expert_kernels_are_stated(tmp_path: Path) -> None:
     settings = EngineSettings(dtype="bfloat16", weights_dtype="fp8", kv_dtype="bfloat16", moe_backend="CUTLASS")
     server = Server(engine="vllm", version="0.26.0", settings=settings)
-    other = build.write(tmp_path / "other", [make_step(tp=1, divide=8, server=server)])
+    other = build.write_records(tmp_path / "other", [make_step(tp=1, divide=8, server=server)])
     step = compose_target([other, *make_runs(tmp_path)[1:]], tp=8, dcp=1)
     assert step.differences == ["vLLM chose different kernels (moe_backend: other: CUTLASS, whole: TRITON)."]
 
@@ -258,13 +258,13 @@ def test_different_expert_kernels_are_stated(tmp_path: Path) -> None:
 def test_exchange_with_other_calls_is_refused(tmp_path: Path) -> None:
     settings = EngineSettings(dtype="bfloat16", weights_dtype="fp8", kv_dtype="bfloat16", exchange="a2a")
     server = Server(engine="vllm", version="0.26.0", settings=settings)
-    other = build.write(tmp_path / "other", [make_step(tp=2, dcp=2, server=server)])
+    other = build.write_records(tmp_path / "other", [make_step(tp=2, dcp=2, server=server)])
     with pytest.raises(UsageError, match="other has --exchange a2a"):
         compose_target([*make_runs(tmp_path)[:-1], other], tp=8, dcp=8)
 
 
 def test_runs_with_different_numbers_of_layers_are_refused(tmp_path: Path) -> None:
-    run = build.write(tmp_path / "run", [make_step(tp=1, layers=4), make_step(tp=2)])
+    run = build.write_records(tmp_path / "run", [make_step(tp=1, layers=4), make_step(tp=2)])
     with pytest.raises(UsageError, match="different numbers of layers"):
         read_steps([run], V3)
 
@@ -277,7 +277,7 @@ def test_dummy_weights_skewed_routing_other_models_and_unprofiled_steps_are_not_
     other = make_step(tp=4, model_sizes=ModelSizes.from_shape(SHAPES["kimi-k2"]))
     unprofiled = make_step(tp=8, phases=None)
     with pytest.raises(UsageError, match="no run has profiled decode steps"):
-        read_steps([build.write(tmp_path / "run", [dummy, skewed, other, unprofiled])], V3)
+        read_steps([build.write_records(tmp_path / "run", [dummy, skewed, other, unprofiled])], V3)
 
 
 def test_command_prints_steps_with_their_band_and_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

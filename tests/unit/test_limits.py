@@ -27,7 +27,7 @@ from tests.unit.probes import CPU
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-RECORD = build.ok(build.point())
+RECORD = build.make_ok_record(build.make_point())
 
 
 def refuse(problem: str) -> None:

@@ -136,10 +136,10 @@ class TestGroupedQueryAttention:
         assert memory.compute_sliding_bytes(oss, Layout(2), BF16) == 18 * 128 * 512 * BF16
         assert memory.compute_sliding_bytes(self.QWEN, Layout(2), BF16) == 0
         points = [
-            one_request(Layout(1), "gpt-oss-120b"),
-            msgspec.structs.replace(one_request(Layout(1), "gpt-oss-120b"), concurrency=32),
+            make_one_request(Layout(1), "gpt-oss-120b"),
+            msgspec.structs.replace(make_one_request(Layout(1), "gpt-oss-120b"), concurrency=32),
         ]
-        one, many = (budget.plan_engine([p], Settings(), oss, gpu(300 * memory.GIB)).pages for p in points)
+        one, many = (budget.plan_engine([p], Settings(), oss, make_gpu(300 * memory.GIB)).pages for p in points)
         assert one - many == 31 * 128, "as many layers have a window as not, so a row of a window equals a page"
 
     def test_experts_in_mxfp4_are_padded_to_whole_blocks_on_a_rank(self) -> None:
@@ -221,12 +221,12 @@ def test_fewest_held_layers_exceed_four_times_the_l2_cache() -> None:
     assert memory.compute_min_layers(SHAPES["tiny"], Layout(1), 4, L2) == (1, 2), "at most the layers of the model"
 
 
-def gpu(total: int) -> Probe:
+def make_gpu(total: int) -> Probe:
     """Return a machine of GPUs with this memory."""
     return Probe(device="cuda", count=8, name="GPU", memory_bytes=total, l2_bytes=L2)
 
 
-def one_request(layout: Layout, model: str = "deepseek-v3") -> Point:
+def make_one_request(layout: Layout, model: str = "deepseek-v3") -> Point:
     """Return a point in bf16 with pages of one token."""
     return Point(
         model=model,
@@ -244,7 +244,7 @@ def plan_pool(layout: Layout, kv_pages: int, total: int, model: str = "deepseek-
     """Return the plan of an engine in bf16 with a pool of this many pages of one token."""
     shape = SHAPES[model]
     settings = Settings(kv_memory_bytes=kv_pages * memory.compute_page_bytes(shape, 1, BF16))
-    return budget.plan_engine([one_request(layout, model)], settings, shape, gpu(total))
+    return budget.plan_engine([make_one_request(layout, model)], settings, shape, make_gpu(total))
 
 
 def test_model_without_dense_layers_holds_none() -> None:
@@ -290,7 +290,7 @@ def test_kv_cache_that_does_not_fit_raises_error_with_the_shortage() -> None:
 def test_largest_pool_fits_and_one_page_more_does_not(model: str, layout: Layout, gib: int) -> None:
     shape = SHAPES[model]
     total = gib * memory.GIB
-    max_pages = budget.compute_max_pages(one_request(layout, model), shape, gpu(total))
+    max_pages = budget.compute_max_pages(make_one_request(layout, model), shape, make_gpu(total))
     if max_pages:
         plan = plan_pool(layout, max_pages, total, model)
         assert plan.kv_bytes + plan.weight_bytes <= total - memory.RESERVE_BYTES

@@ -51,8 +51,8 @@ def make_server_error(error: str | None, body: bytes = b"", **headers: str) -> s
 
 
 LATIN = "".join(chr(0x21 + n % 90) for n in range(700))
-POINT = record_builder.point()
-SERVED = serve_record_builder.point()
+POINT = record_builder.make_point()
+SERVED = serve_record_builder.make_point()
 
 
 def make_non_stream_error(kind: str) -> Any:
@@ -79,11 +79,13 @@ CUTS: dict[str, tuple[str, Callable[[], str]]] = {
     ),
     "unknown outcome": (
         f"outcome is {LONG[:40]!r}, none of {', '.join(checks.OUTCOMES)}",
-        lambda: str(checks._check_outcome(msgspec.structs.replace(record_builder.ok(POINT), outcome=LONG))),  # type: ignore[arg-type]
+        lambda: str(checks._check_outcome(msgspec.structs.replace(record_builder.make_ok_record(POINT), outcome=LONG))),  # type: ignore[arg-type]
     ),
     "--disaggregate of a record": (
         f"point.disaggregate is {LONG[:40]!r}, which no instances that ran are",
-        lambda: str(checks._check_layout(record_builder.ok(msgspec.structs.replace(POINT, disaggregate=LONG)))),
+        lambda: str(
+            checks._check_layout(record_builder.make_ok_record(msgspec.structs.replace(POINT, disaggregate=LONG)))
+        ),
     ),
     "--disaggregate of a command line": (
         f"--disaggregate {LONG[:80]}: not a ratio of instances; {instances.HOW_TO_WRITE}.",
@@ -128,13 +130,19 @@ CUTS: dict[str, tuple[str, Callable[[], str]]] = {
     "name of a point": (LONG[:300], lambda: judging.format_point(msgspec.structs.replace(POINT, model=LONG))[:400]),
     "failure of a compared point": (
         str((LONG[:20], LONG[:500])),
-        lambda: str(describe_broken(msgspec.structs.replace(record_builder.failed(POINT, LONG), outcome=LONG))),  # type: ignore[arg-type]
+        lambda: str(
+            describe_broken(msgspec.structs.replace(record_builder.make_failed_record(POINT, LONG), outcome=LONG))
+        ),  # type: ignore[arg-type]
     ),
     "warnings of runs": (
         str([f"m{n:02}" for n in range(20)]),
         lambda: str(
             environments.collect_warnings(
-                [msgspec.structs.replace(record_builder.ok(POINT), warnings=[f"m{n:02}" for n in reversed(range(25))])]
+                [
+                    msgspec.structs.replace(
+                        record_builder.make_ok_record(POINT), warnings=[f"m{n:02}" for n in reversed(range(25))]
+                    )
+                ]
             )
         ),
     ),

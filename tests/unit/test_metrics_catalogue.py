@@ -128,7 +128,10 @@ class TestPaths:
         assert {f"{n}_{s}_ms" for n in LATENCIES for s in metrics.STATISTICS} <= set(METRIC)
 
     def test_values_are_those_of_the_record(self) -> None:
-        decoded, served = record_builder.ok(record_builder.point(build.DCP)), build.served(build.point(build.DCP))
+        decoded, served = (
+            record_builder.make_ok_record(record_builder.make_point(build.DCP)),
+            build.make_served_record(build.make_point(build.DCP)),
+        )
         assert decoded.metrics
         assert served.serve
         assert METRIC["output_tok_s"].get_value(decoded) == decoded.metrics.output_tok_s.median
@@ -141,7 +144,7 @@ class TestPaths:
         """With 4 GPUs, output per GPU is a quarter of the throughput, and the rate of a user is the inverse of the step
         time.
         """
-        record = record_builder.ok(record_builder.point(build.DCP))
+        record = record_builder.make_ok_record(record_builder.make_point(build.DCP))
         assert record.metrics
         per_gpu, per_user = metrics.merge_values(
             [record], [METRIC["output_tok_s_per_gpu"], METRIC["tok_s_per_user"]], derived=True

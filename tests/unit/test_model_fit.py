@@ -23,7 +23,7 @@ from dcpbench.records.runs import read_run
 from dcpbench.reports import dataframes, overview
 from dcpbench.reports.terminal_tables import render
 from tests.unit import record_builder
-from tests.unit.test_recommend import choice, make_query, point
+from tests.unit.test_recommend import make_choice, make_point, make_query
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,11 +42,13 @@ def write_run(folder: Path, held: int) -> Path:
     """Write a run of tp4 and tp4·dcp4 that holds this many of 61 layers."""
     found = []
     for dcp in (1, 4):
-        record = record_builder.ok(record_builder.point(tp=4, dcp=dcp, exchange="none" if dcp == 1 else "ag_rs"))
+        record = record_builder.make_ok_record(
+            record_builder.make_point(tp=4, dcp=dcp, exchange="none" if dcp == 1 else "ag_rs")
+        )
         assert record.conditions is not None
         conditions = msgspec.structs.replace(record.conditions, layers=61, layers_held=held)
         found.append(msgspec.structs.replace(record, conditions=conditions))
-    return record_builder.write(folder, found)
+    return record_builder.write_records(folder, found)
 
 
 def test_first_lines_of_report_show_compare_and_dashboard_have_the_note(tmp_path: Path) -> None:
@@ -98,7 +100,7 @@ class TestRecommend:
         )
 
     def test_layouts_with_held_layers_are_named_if_others_fit(self) -> None:
-        best = choice(100.0)
+        best = make_choice(100.0)
         held = [dataclasses.replace(f, layers_held=(14, 61)) for f in best.forecasts[:1]]
         other = dataclasses.replace(best.forecasts[0], layers_held=None)
         mixed = dataclasses.replace(best, forecasts=[*held, other])
@@ -117,9 +119,9 @@ class TestRecommend:
 
     def test_held_layers_of_a_run_are_dropped_if_the_model_fits(self) -> None:
         """Held layers are dropped for tp8, where the whole model fits, and kept for tp4."""
-        forecast = dataclasses.replace(choice(100.0).forecasts[0], layers_held=(25, 61))
+        forecast = dataclasses.replace(make_choice(100.0).forecasts[0], layers_held=(25, 61))
         fits, cut = (
-            dataclasses.replace(forecast, point=point(tp=tp, weights_dtype="fp8", kv_dtype="fp8", context=4000))
+            dataclasses.replace(forecast, point=make_point(tp=tp, weights_dtype="fp8", kv_dtype="fp8", context=4000))
             for tp in (8, 4)
         )
         wanted = dataclasses.replace(make_query("H200"), cycled=True)
@@ -130,7 +132,7 @@ class TestRecommend:
 def test_memory_of_a_whole_model_includes_its_kv() -> None:
     """V3 in fp8 fits on 8 × H200 with the KV of 8 × 4,000 tokens; with a pool of 100 GiB 47.6 GiB are missing."""
     shape, probe = load_shape("deepseek-v3"), make_planned_probe("H200", 8)
-    one = point(tp=8, weights_dtype="fp8", kv_dtype="fp8", context=4000, concurrency=8)
+    one = make_point(tp=8, weights_dtype="fp8", kv_dtype="fp8", context=4000, concurrency=8)
     assert measure_whole_model(one, Settings(), shape, probe).missing_bytes == 0
     pool = measure_whole_model(one, Settings(kv_memory_bytes=100 * GIB), shape, probe)
     assert pool.kv_bytes == pytest.approx(100 * GIB, rel=0.01)

@@ -31,8 +31,8 @@ from dcpbench.points.speculation import Speculation
 from dcpbench.serving.allocator import PADDING_PAGE
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
-from tests.distributed.checkpoints import deepseek_v3_of
-from tests.unit.engine_builder import CPU, alone, layers
+from tests.distributed.checkpoints import write_changed_deepseek_v3
+from tests.unit.engine_builder import CPU, make_groups, make_layers
 from tests.unit.engine_drafts import accept_drafts, append_drafts
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Oracle:
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
-        deepseek_v3_of(folder, {"num_hidden_layers": LAYERS + 1, "seed": seed}, {})
+        write_changed_deepseek_v3(folder, {"num_hidden_layers": LAYERS + 1, "seed": seed}, {})
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
@@ -128,10 +128,10 @@ def make_engine(folder: Path, *, context: int = LENGTH + 2 * DRAFTS, pages: int 
     shape = load_shape(str(folder)).add_drafts(DRAFTS)
     layout = Layout(1)
     source = CheckpointSource(folder, torch.float32, CPU)
-    weights = load_weights(source, shape, layout, 0, layers(shape))
+    weights = load_weights(source, shape, layout, 0, make_layers(shape))
     page_size = PAGE if pages else 1
     kv = KvPool(shape.stored_layers, pages or 2 * context, page_size, shape.compute_kv_width(1), torch.float32, CPU)
-    model = Model(shape, layout, alone(layout, 0), weights, kv, interleave=1, max_context=context, device=CPU)
+    model = Model(shape, layout, make_groups(layout, 0), weights, kv, interleave=1, max_context=context, device=CPU)
     return DecodeEngine(
         model,
         backend="reference",

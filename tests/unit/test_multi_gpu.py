@@ -15,7 +15,7 @@ from tools.multi_gpu import __main__ as tool
 from tools.multi_gpu import running
 from tools.multi_gpu.engine_parts import OURS, EnginePlan
 from tools.multi_gpu.parts import Command, Part, Plan, make_rehearsal
-from tools.multi_gpu.running import CUT, DONE, FAILED, SKIPPED, Runner
+from tools.multi_gpu.running import CUT_OFF, DONE, FAILED, SKIPPED, Runner
 
 ROOT = Path(__file__).parents[2]
 CALIBRATED = ROOT / "results" / "emulation_H200/emulated-against-live_2xH200_2026-11-23" / "machine.toml"
@@ -172,11 +172,11 @@ def test_command_is_skipped_near_the_deadline_with_a_message(
 
 def test_command_at_the_deadline_is_ended_and_can_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted command does not count as a failed attempt."""
-    monkeypatch.setattr(running, "MAX_FACTOR", 1e-4)
-    monkeypatch.setattr(running, "MIN_SHARE", 0.0)
+    monkeypatch.setattr(running, "MAX_TIME_FACTOR", 1e-4)
+    monkeypatch.setattr(running, "MIN_TIME_SHARE", 0.0)
     Runner(tmp_path, 5.0).run([make_part("import time; time.sleep(1000)")])
     ran = Runner(tmp_path, 5.0).state["part/one"]
-    assert (ran.what, ran.attempts, ran.cut) == (CUT, 0, 1)
+    assert (ran.what, ran.attempts, ran.cut) == (CUT_OFF, 0, 1)
 
 
 def test_commands_for_one_gpu_run_concurrently_on_different_gpus(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ V3_STEP = {"model": "deepseek-v3", "concurrency": 32, "context": 32000, "dtype":
 def step(layout: Layout, ms: float, **changes: object) -> Record:
     """Return the record of a step with this time, within 0.001 %."""
     floor = Floor(floor_ms=60.0, phase_floor_us={}, experts="routed")
-    return build.ok(build.point(layout, **changes), median_ms=ms, noise=1e-5, floor=floor)
+    return build.make_ok_record(build.make_point(layout, **changes), median_ms=ms, noise=1e-5, floor=floor)
 
 
 @pytest.mark.parametrize(
@@ -37,14 +37,14 @@ def test_limit_is_judged_only_on_its_gpu_and_load(
     """Steps in fp8 must take at most 80 ms and reach 0.75 of their floor of 60 ms, which also is 80 ms."""
     record = step(TP2, ms, **(V3_STEP | {"concurrency": requests}))
     record = msgspec.structs.replace(record, environment=msgspec.structs.replace(build.GPU, device=device))
-    build.write(tmp_path / "steps" / "fp8", [record])
+    build.write_records(tmp_path / "steps" / "fp8", [record])
     (line,) = report.format_step_limits(tmp_path)
     assert f": {verdict}" in line
 
 
 def test_gain_of_dcp_compares_the_best_with_and_without(tmp_path: Path) -> None:
     """The faster of two exchanges takes 40 ms, tp 50 ms: 1.25. At the other context only DCP fits."""
-    build.write(
+    build.write_records(
         tmp_path / "grid" / "one",
         [
             step(TP2, 50.0),
@@ -61,8 +61,8 @@ def test_gain_of_dcp_compares_the_best_with_and_without(tmp_path: Path) -> None:
 
 def test_emulated_steps_are_compared_with_those_of_the_grid(tmp_path: Path) -> None:
     """41 ms is 2.5 % longer than 40 ms; a folder without a record, of a failed command, is no run."""
-    build.write(tmp_path / "grid" / "v3", [step(DCP2, 40.0), step(TP2, 50.0)])
-    build.write(tmp_path / "emulated" / "v3", [step(DCP2, 41.0, emulate="H200")])
+    build.write_records(tmp_path / "grid" / "v3", [step(DCP2, 40.0), step(TP2, 50.0)])
+    build.write_records(tmp_path / "emulated" / "v3", [step(DCP2, 41.0, emulate="H200")])
     (tmp_path / "emulated" / "k2").mkdir()
     (tmp_path / "emulated" / "v3.log").write_text("$ dcpbench sweep\n")
     text = report.format_emulated(tmp_path)
@@ -70,9 +70,11 @@ def test_emulated_steps_are_compared_with_those_of_the_grid(tmp_path: Path) -> N
     assert text[-1] == "1 of 1 within 5%, off by +2.5% to +2.5%."
 
 
-def served(rate: float, mode: str, faster: float) -> Record:
+def make_served_record(rate: float, mode: str, faster: float) -> Record:
     """Return a served record with an output rate scaled by `faster`."""
-    record = serving.served(serving.point(DCP2, changed={"mode": mode, "arrival": "gamma", "request_rate": rate}))
+    record = serving.make_served_record(
+        serving.make_point(DCP2, changed={"mode": mode, "arrival": "gamma", "request_rate": rate})
+    )
     assert record.serve is not None
     changed = msgspec.structs.replace(record.serve, output_tok_s=100.0 * faster)
     return msgspec.structs.replace(record, serve=changed)
@@ -80,8 +82,13 @@ def served(rate: float, mode: str, faster: float) -> Record:
 
 def test_replay_is_compared_with_the_live_run_of_its_rate(tmp_path: Path) -> None:
     """Replay has 4 % more output than live at 2 requests/s, and 8 % at 4, above the limit of 5 %."""
-    build.write(tmp_path / "served" / "live-open", [served(2.0, "live", 1.0), served(4.0, "live", 2.0)])
-    build.write(tmp_path / "replays" / "replay-open", [served(2.0, "replay", 1.04), served(4.0, "replay", 2.16)])
+    build.write_records(
+        tmp_path / "served" / "live-open", [make_served_record(2.0, "live", 1.0), make_served_record(4.0, "live", 2.0)]
+    )
+    build.write_records(
+        tmp_path / "replays" / "replay-open",
+        [make_served_record(2.0, "replay", 1.04), make_served_record(4.0, "replay", 2.16)],
+    )
     rows = [row for row in report.format_served(tmp_path) if "| replay |" in row]
     assert [row.split("|")[1].rpartition(", ")[2].strip() for row in rows] == ["2 requests/s", "4 requests/s"]
     assert "(+4.0%)" in rows[0]
@@ -93,13 +100,13 @@ def test_load_is_compared_only_with_its_own_replay(tmp_path: Path) -> None:
     """Two loads with as many clients differ in size."""
     small, large = (
         [
-            serving.served(serving.point(DCP2, changed={"mode": mode, "requests": requests}))
+            serving.make_served_record(serving.make_point(DCP2, changed={"mode": mode, "requests": requests}))
             for mode in ("live", "replay")
         ]
         for requests in (96, 480)
     )
-    build.write(tmp_path / "live" / "dcp", small)
-    build.write(tmp_path / "seed" / "deepseek-v3", large)
+    build.write_records(tmp_path / "live" / "dcp", small)
+    build.write_records(tmp_path / "seed" / "deepseek-v3", large)
     rows = report.format_served(tmp_path)[2:]
     assert [row.split(" × ")[0].removeprefix("| ") for row in rows] == ["96", "96", "480", "480"]
 
@@ -107,21 +114,21 @@ def test_load_is_compared_only_with_its_own_replay(tmp_path: Path) -> None:
 def test_point_of_two_grids_is_one_forecast(tmp_path: Path) -> None:
     """Both `grid` and `experts` contain the point."""
     for part in ("grid", "experts"):
-        build.write(tmp_path / part / "v3", [step(DCP2, 40.0)])
-    build.write(tmp_path / "emulated" / "v3", [step(DCP2, 41.0, emulate="H200")])
+        build.write_records(tmp_path / part / "v3", [step(DCP2, 40.0)])
+    build.write_records(tmp_path / "emulated" / "v3", [step(DCP2, 41.0, emulate="H200")])
     assert report.format_emulated(tmp_path)[-1] == "1 of 1 within 5%, off by +2.5% to +2.5%."
 
 
 def test_passes_over_the_same_load_are_in_one_line(tmp_path: Path) -> None:
     """40 and 41 ms differ by 2.5 %."""
-    build.write(tmp_path / "again" / "v3", [step(TP2, 40.0), step(TP2, 41.0, repeat=1)])
+    build.write_records(tmp_path / "again" / "v3", [step(TP2, 40.0), step(TP2, 41.0, repeat=1)])
     (line,) = report.format_passes(tmp_path)
     assert line.endswith("40.00, 41.00 ms, differ by 2.5%")
 
 
 def test_report_of_a_rehearsal_has_no_times(tmp_path: Path) -> None:
     """Only points are counted."""
-    build.write(tmp_path / "grid" / "one", [build.on_cpu(build.point(TP2))])
+    build.write_records(tmp_path / "grid" / "one", [build.make_cpu_record(build.make_point(TP2))])
     text = report.format_report(tmp_path, [], {}, "a rehearsal")
     assert "- grid: ok, 1 points" in text
     assert "## Decode" not in text
@@ -129,8 +136,8 @@ def test_report_of_a_rehearsal_has_no_times(tmp_path: Path) -> None:
 
 def test_failures_are_listed_except_impossible_degrees(tmp_path: Path) -> None:
     """Lists of --dp and --dcp also request dp 2 with dcp 2 on two GPUs."""
-    point = build.point(DCP2)
-    build.write(
+    point = build.make_point(DCP2)
+    build.write_records(
         tmp_path / "grid" / "one",
         [
             Record(point=point, outcome="rejected", reason="no room"),
@@ -143,7 +150,7 @@ def test_failures_are_listed_except_impossible_degrees(tmp_path: Path) -> None:
 
 def test_labels_contain_expert_placement_and_all_reduce(tmp_path: Path) -> None:
     """Default values are left out."""
-    build.write(
+    build.write_records(
         tmp_path / "experts" / "v3",
         [step(TP2, 50.0, ep="1"), step(TP2, 51.0, ep="tp"), step(TP2, 49.0, ep="1", all_reduce="symm")],
     )

@@ -80,7 +80,7 @@ def test_folder_name_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
 def test_dashboard_skips_record_files_that_never_end(kind: str, tmp_path: Path) -> None:
     for name in ("good", "odd"):
         (tmp_path / name).mkdir()
-    RecordFile(tmp_path / "good").append(build.ok(build.point(), steps=3))
+    RecordFile(tmp_path / "good").append(build.make_ok_record(build.make_point(), steps=3))
     path = tmp_path / "odd" / "records.jsonl"
     if kind == "FIFO":
         os.mkfifo(path)
@@ -144,7 +144,7 @@ def test_record_file_that_is_a_broken_link_is_refused(tmp_path: Path) -> None:
 
 
 def test_records_check_prints_no_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    RecordFile(tmp_path).append(build.ok(build.point(), steps=3))
+    RecordFile(tmp_path).append(build.make_ok_record(build.make_point(), steps=3))
     with (tmp_path / "records.jsonl").open("ab") as f:
         line = json.dumps({"schema_version": 1, "point": {"model": "m", "\x1b]0;title\x07": 1}, "outcome": "ok"})
         f.write(line.encode() + b"\n")

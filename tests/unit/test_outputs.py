@@ -96,9 +96,9 @@ def check_output(name: str, text: str, tmp_path: Path) -> None:
 def make_decode_records() -> list[Record]:
     """Return two models, three layouts, two contexts and two loads; one point repeated, one without room, one failed."""
     found = [
-        record_builder.ok(
-            record_builder.point(layout, model=model, context=context, concurrency=load),
-            median_ms=slower * record_builder.step_ms(layout, context, load),
+        record_builder.make_ok_record(
+            record_builder.make_point(layout, model=model, context=context, concurrency=load),
+            median_ms=slower * record_builder.compute_step_ms(layout, context, load),
             steps=64,
         )
         for model, slower in (("kimi-k2", 1.0), ("deepseek-v3", 1.13))
@@ -107,16 +107,22 @@ def make_decode_records() -> list[Record]:
         for layout in (TP, DCP, DP)
         if (layout, context, load) != (TP, 128_000, 48)
     ]
-    again = record_builder.point(TP, model="kimi-k2", context=4_000, concurrency=8, repeat=1)
-    found.append(record_builder.ok(again, median_ms=1.05 * record_builder.step_ms(TP, 4_000, 8), steps=64))
-    found.append(record_builder.rejected(record_builder.point(TP, context=128_000, concurrency=48)))
-    found.append(record_builder.failed(record_builder.point(TP, model="deepseek-v3", context=128_000, concurrency=48)))
+    again = record_builder.make_point(TP, model="kimi-k2", context=4_000, concurrency=8, repeat=1)
+    found.append(
+        record_builder.make_ok_record(again, median_ms=1.05 * record_builder.compute_step_ms(TP, 4_000, 8), steps=64)
+    )
+    found.append(record_builder.make_rejected_record(record_builder.make_point(TP, context=128_000, concurrency=48)))
+    found.append(
+        record_builder.make_failed_record(
+            record_builder.make_point(TP, model="deepseek-v3", context=128_000, concurrency=48)
+        )
+    )
     return found
 
 
 REPORTS: dict[str, Callable[[], list[Record]]] = {
     "decode": make_decode_records,
-    "serve": lambda: serve_record_builder.run()[::2],
+    "serve": lambda: serve_record_builder.make_run()[::2],
     "instances": lambda: [
         serve_instances("1:1", 30, busy={"prefill": 0.2, "decode": 0.95}, **RATE),
         serve_instances("1:2", 28, **RATE),
@@ -139,7 +145,7 @@ REPORTS: dict[str, Callable[[], list[Record]]] = {
 @pytest.mark.parametrize("name", REPORTS)
 def test_report_as_markdown_and_csv(name: str, tmp_path: Path) -> None:
     """The Markdown has all text of the page."""
-    folder = record_builder.write(tmp_path / "run", REPORTS[name]())
+    folder = record_builder.write_records(tmp_path / "run", REPORTS[name]())
     read = dataframes.load_frames([folder], slo={"ttft": 2000.0, "itl": 45.0} if name == "serve" else None)
     text = report_markdown.render("title", sections.build_sections(read, []), tmp_path)
     points_export.write_csv(read, tmp_path / "points.csv")
@@ -147,17 +153,19 @@ def test_report_as_markdown_and_csv(name: str, tmp_path: Path) -> None:
 
 
 def test_report_of_imports_with_own_points(tmp_path: Path, run_command: Callable[..., str]) -> None:
-    several = [engine_files_builder.inferencex(conc=n, tp=tp) for n in (4, 8) for tp in (4, 8)]
+    several = [engine_files_builder.make_inferencex_row(conc=n, tp=tp) for n in (4, 8) for tp in (4, 8)]
     for engine, results in (
-        ("vllm", [engine_files_builder.vllm()]),
-        ("sglang", [engine_files_builder.sglang()]),
+        ("vllm", [engine_files_builder.make_vllm_result()]),
+        ("sglang", [engine_files_builder.make_sglang_result()]),
         ("inferencex", several),
     ):
         (tmp_path / engine).mkdir()
-        engine_files_builder.file(tmp_path / engine, *results)
+        engine_files_builder.write_file(tmp_path / engine, *results)
         words = ("--tp", "4") if engine == "vllm" else ()
         run_command("import", f"{engine}/result.json", "--from", engine, *words, "-o", f"runs/{engine}")
-    record_builder.write(tmp_path / "ours", [serve_record_builder.served(serve_record_builder.point(TP))])
+    record_builder.write_records(
+        tmp_path / "ours", [serve_record_builder.make_served_record(serve_record_builder.make_point(TP))]
+    )
     texts = []
     for name, runs in (
         ("all", ["runs/vllm", "runs/sglang", "runs/inferencex", "ours"]),
@@ -172,7 +180,7 @@ def test_report_of_imports_with_own_points(tmp_path: Path, run_command: Callable
 def test_show_at_three_widths(
     name: str, tmp_path: Path, run_command: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record_builder.write(tmp_path / "run", REPORTS[name]())
+    record_builder.write_records(tmp_path / "run", REPORTS[name]())
     texts = []
     for width in (160, 100, 60):
         monkeypatch.setenv("COLUMNS", str(width))
@@ -182,7 +190,7 @@ def test_show_at_three_widths(
 
 def test_scanned_sites_as_markdown(tmp_path: Path) -> None:
     """All kinds of sites are listed, one of which is allowed."""
-    report = syncs_builder.all_kinds()
+    report = syncs_builder.make_report_of_all_kinds()
     gate = Gate(root=ROOT, allow=(Allow(function="sample", reason="tokens leave the GPU here", source="allow[0]"),))
     report.verdict = judge_syncs(report, gate, apply_permissions(report.sites, gate))
     check_output("syncs-markdown.txt", render_report(report, "markdown", root=ROOT), tmp_path)
@@ -201,7 +209,7 @@ def test_compare_of_two_runs(tmp_path: Path, run_command: Callable[..., str]) ->
 
 def test_dashboard_files(tmp_path: Path) -> None:
     """The data has 12 runs with two points, of which the first becomes slower."""
-    runs = dashboard_builder.history(tmp_path / "runs", runs=12, count=2, step_at=7, cv=0.002)
+    runs = dashboard_builder.write_history(tmp_path / "runs", runs=12, count=2, step_at=7, cv=0.002)
     found = discovery.load_runs(runs, {}, lambda _: None)
     files, _ = dashboard_data.build_content(found, lambda _: None).add_index([], [], found.skipped)
     text = "\n".join(f"--- {name}\n{text}" for name, text in sorted(files.items()))
@@ -244,7 +252,7 @@ def test_verdicts_on_answers_of_servers(tmp_path: Path) -> None:
     lines = []
     for name, servers in sides.items():
         for contexts in ((64,), (256, 1024)):
-            report = agreeing.compared(*servers, contexts=contexts)
+            report = agreeing.judge_servers(*servers, contexts=contexts)
             between = find_next_length(agreeing.get_judgements(report), 32)
             lines += [f"{name} {contexts} {between}", *format_report(report)]
             lines += [str([list(column.cells) for column in make_table(report).columns])]

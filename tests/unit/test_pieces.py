@@ -19,8 +19,8 @@ from dcpbench.models.shapes import Gqa
 from dcpbench.points import memory
 from dcpbench.points.batches import compute_chunk_rows, list_chunk_rows
 from dcpbench.points.layout import Layout
-from tests.unit.engine_builder import CPU, TINY, alone, layers, shape_like_tiny
-from tests.unit.prefill_builder import Prompt, prompt_tokens, step
+from tests.unit.engine_builder import CPU, TINY, make_groups, make_layers, make_shape
+from tests.unit.prefill_builder import Prompt, make_prompt_tokens, run_step
 
 ONE = Layout(1)
 PAGE, TOKENS, REQUESTS = 2, 40, 4
@@ -29,14 +29,14 @@ GROUPED = {  # fields of grouped-query attention
     "rope_interleaved": False,
 }  # fmt: skip
 MODELS = {
-    "q_low_rank": shape_like_tiny(),
-    "q_whole": shape_like_tiny(q_lora=None),
-    "dense_only": shape_like_tiny(layers=2, first_k_dense_replace=2),
-    "one_layer": shape_like_tiny(layers=1, first_k_dense_replace=0),
-    "grouped": shape_like_tiny(**GROUPED),
-    "grouped_dense_only": shape_like_tiny(layers=2, first_k_dense_replace=2, tie_word_embeddings=True, **GROUPED),
+    "q_low_rank": make_shape(),
+    "q_whole": make_shape(q_lora=None),
+    "dense_only": make_shape(layers=2, first_k_dense_replace=2),
+    "one_layer": make_shape(layers=1, first_k_dense_replace=0),
+    "grouped": make_shape(**GROUPED),
+    "grouped_dense_only": make_shape(layers=2, first_k_dense_replace=2, tie_word_embeddings=True, **GROUPED),
 }
-BIG = shape_like_tiny(
+BIG = make_shape(
     hidden=512,
     heads=16,
     q_lora=256,
@@ -49,7 +49,7 @@ BIG = shape_like_tiny(
     v_head_dim=128,
 )
 
-BIG_GROUPED = shape_like_tiny(
+BIG_GROUPED = make_shape(
     hidden=512,
     heads=16,
     experts=16,
@@ -61,9 +61,9 @@ BIG_GROUPED = shape_like_tiny(
 
 def engine(shape, device=CPU, dtype=torch.float32, attention="reference", prefill="sdpa", window=None, layout=ONE):
     """Return an engine of one rank and a prefiller, with windows of this many stored tokens."""
-    weights = load_weights(SyntheticSource(0, dtype, device), shape, layout, 0, layers(shape))
+    weights = load_weights(SyntheticSource(0, dtype, device), shape, layout, 0, make_layers(shape))
     kv = KvPool(shape.layers, 64, PAGE, shape.compute_kv_width(layout.attn_tp), dtype, device)
-    groups = dataclasses.replace(alone(layout, 0), dp=Same(layout.dp, 0, None))
+    groups = dataclasses.replace(make_groups(layout, 0), dp=Same(layout.dp, 0, None))
     model = Model(shape, layout, groups, weights, kv, interleave=1, max_context=32, device=device)
     decode_engine = DecodeEngine(model, backend=attention, exchange="none", max_requests=REQUESTS, max_context=32)
     nbytes = None if window is None else memory.compute_window_bytes(shape, ONE, window, dtype.itemsize)
@@ -74,7 +74,7 @@ def compute_logits(decode_engine, prefiller, pieces):
     """Return the logits of five steps: a large one, a smaller one, decodes with chunks after 2 and 4 stored tokens,
     then after 14 and 20.
     """
-    first, second, third, fourth = (Prompt.admit(decode_engine, prompt_tokens(number, 24)) for number in range(4))
+    first, second, third, fourth = (Prompt.admit(decode_engine, make_prompt_tokens(number, 24)) for number in range(4))
     steps = [
         ([], [(first, 16), (second, 18)]),
         ([], [(third, 2), (fourth, 4)]),
@@ -82,7 +82,7 @@ def compute_logits(decode_engine, prefiller, pieces):
         ([first], [(third, 6)]),
         ([first, second], [(third, 4)]),
     ]
-    return [step(decode_engine, prefiller, *parts, last_only=True, pieces=pieces) for parts in steps]
+    return [run_step(decode_engine, prefiller, *parts, last_only=True, pieces=pieces) for parts in steps]
 
 
 class TestRows:
@@ -113,7 +113,7 @@ class TestLogits:
         decode_engine, prefiller = engine(TINY)
         pieces = Pieces(prefiller, None)
         pieces.buffers.values.fill_(torch.nan)  # as a failed step may leave it
-        found = step(decode_engine, prefiller, [], [], padding=3, pieces=pieces)
+        found = run_step(decode_engine, prefiller, [], [], padding=3, pieces=pieces)
         assert found.isfinite().all()
 
     @pytest.mark.gpu
@@ -166,11 +166,11 @@ class TestReplicas:
             if pieces and on_gpu:
                 pieces.capture_all([], lambda: None)
             return [
-                step(
+                run_step(
                     decode_engine,
                     prefiller,
                     [],
-                    [(Prompt.admit(decode_engine, prompt_tokens(n, 16)), 16)],
+                    [(Prompt.admit(decode_engine, make_prompt_tokens(n, 16)), 16)],
                     pieces=pieces,
                     live=each,
                 )[:16]
@@ -198,9 +198,9 @@ class TestHeartbeats:
             Prefiller, "gather_prefix", lambda _, _seen, index: gathered.append((index, heartbeats_seen[-1]))
         )
         decode_engine, prefiller = engine(TINY, window=window)
-        pieces, prompt = Pieces(prefiller, None), Prompt.admit(decode_engine, prompt_tokens(0, 24))
+        pieces, prompt = Pieces(prefiller, None), Prompt.admit(decode_engine, make_prompt_tokens(0, 24))
         for tokens in (14, 6):
-            step(decode_engine, prefiller, [], [(prompt, tokens)], pieces=pieces)
+            run_step(decode_engine, prefiller, [], [(prompt, tokens)], pieces=pieces)
         assert {index for index, _ in gathered} == set(range(TINY.layers))
         assert all(index == layer for index, layer in gathered)
 
@@ -220,17 +220,17 @@ class TestLaunches:
         shape = MODELS["dense_only"]
         for window, expected in ((None, [1, 1]), (4, [1, 5])):
             decode_engine, prefiller = engine(shape, window=window)
-            pieces, prompt = Pieces(prefiller, None), Prompt.admit(decode_engine, prompt_tokens(0, 24))
+            pieces, prompt = Pieces(prefiller, None), Prompt.admit(decode_engine, make_prompt_tokens(0, 24))
             for tokens, each in zip((14, 6), expected, strict=True):
                 calls.clear()
-                step(decode_engine, prefiller, [], [(prompt, tokens)], pieces=pieces)
+                run_step(decode_engine, prefiller, [], [(prompt, tokens)], pieces=pieces)
                 assert len(calls) == each * shape.layers
 
     @pytest.mark.gpu
     def test_prefix_in_one_window_adds_no_launch(self, monkeypatch):
         """Launches are graphs, kernels and copies, from the embedding to the logits of a planned step."""
         decode_engine, prefiller = engine(BIG, torch.device("cuda"), torch.bfloat16, "triton")
-        pieces, prompt = Pieces(prefiller, None), Prompt.admit(decode_engine, prompt_tokens(0, 24))
+        pieces, prompt = Pieces(prefiller, None), Prompt.admit(decode_engine, make_prompt_tokens(0, 24))
         pieces.capture_all([], lambda: None)
         original, launched = StepPieces.run_step, []
 
@@ -247,9 +247,9 @@ class TestLaunches:
 
         monkeypatch.setattr(StepPieces, "run_step", count_launches)
         for _ in range(3):
-            step(decode_engine, prefiller, [], [(prompt, 8)], pieces=pieces)
+            run_step(decode_engine, prefiller, [], [(prompt, 8)], pieces=pieces)
         assert sum(launched[1].values()) >= 2 * BIG.layers + 1
         assert launched[1] == launched[2]
-        again = Prompt.admit(decode_engine, prompt_tokens(1, 24))
-        step(decode_engine, prefiller, [], [(again, 8)], pieces=pieces)
+        again = Prompt.admit(decode_engine, make_prompt_tokens(1, 24))
+        run_step(decode_engine, prefiller, [], [(again, 8)], pieces=pieces)
         assert launched[3] == launched[2], "a step without a prefix has as many launches"

@@ -101,7 +101,7 @@ IMPORTED = ("settings", "pp", "pcp", "prefill_gpus")
 """Fields of an imported server: our own points have none of them, and no command sets them."""
 
 
-def changed(point: Point, name: str) -> Point:
+def change_field(point: Point, name: str) -> Point:
     """Return the point with another value of a field, of its load if the load has that field."""
     if name in OTHER:
         return msgspec.structs.replace(point, **{name: OTHER[name]})
@@ -109,27 +109,27 @@ def changed(point: Point, name: str) -> Point:
     return msgspec.structs.replace(point, load=msgspec.structs.replace(point.load, **{name: OTHER_LOAD[name]}))
 
 
-def as_repeats(tmp_path: Path, *records: Record) -> dataframes.Frames:
+def make_repeats(tmp_path: Path, *records: Record) -> dataframes.Frames:
     """Return frames of runs with one record each, read as repeats of one sweep."""
-    folders = [build.write(tmp_path / f"run-{i}", [record]) for i, record in enumerate(records)]
+    folders = [build.write_records(tmp_path / f"run-{i}", [record]) for i, record in enumerate(records)]
     return dataframes.load_frames(folders, as_repeats=True)
 
 
-def served(point: Point, **settings: Any) -> Record:
+def make_served_record(point: Point, **settings: Any) -> Record:
     """Return a served record of any point."""
-    plain = serve.served(serve.point(serve.TP))
+    plain = serve.make_served_record(serve.make_point(serve.TP))
     return msgspec.structs.replace(plain, point=point, measured_with=plain.measured_with | settings)
 
 
-def fields(struct: type[msgspec.Struct], *left_out: str) -> list[str]:
+def list_fields(struct: type[msgspec.Struct], *left_out: str) -> list[str]:
     """Return the names of a struct's fields except these."""
     return [name for name in struct.__struct_fields__ if name not in left_out]
 
 
 def test_every_field_has_another_value() -> None:
     """A new field needs a decision: which comparisons are possible between two points in which it differs?"""
-    assert sorted(OTHER) == sorted(fields(Point, "load"))
-    assert sorted(OTHER_LOAD) == sorted(fields(Load))
+    assert sorted(OTHER) == sorted(list_fields(Point, "load"))
+    assert sorted(OTHER_LOAD) == sorted(list_fields(Load))
 
 
 class TestAxes:
@@ -140,11 +140,11 @@ class TestAxes:
         self, struct: type[msgspec.Struct], axes: list[Axis], left_out: list[str]
     ) -> None:
         """The order of lists must not be left to chance."""
-        assert {axis.name for axis in axes} == set(fields(struct, *left_out))
+        assert {axis.name for axis in axes} == set(list_fields(struct, *left_out))
         assert len({axis.order for axis in (*AXES, *LOAD_AXES)}) == len(AXES) + len(LOAD_AXES)
 
     def test_roles_separate_what_computes_a_point_from_what_is_run(self) -> None:
-        assert {axis.name for axis in select_point_axes(COMPUTES)} == set(fields(Point, *RUN_FIELDS))
+        assert {axis.name for axis in select_point_axes(COMPUTES)} == set(list_fields(Point, *RUN_FIELDS))
         assert ("exchange", *OPTIONS, "interleave") == HOW_EXCHANGED
         assert OPTIONS == ("q_replicate", "project_first")
 
@@ -173,65 +173,69 @@ class TestComparisons:
     def test_points_without_further_differences_are_compared(self, tmp_path: Path) -> None:
         """Each of these pairs is compared, and is not compared in the tests below after one more field differs."""
         assert (
-            len(exchanges.compare_exchanges(as_repeats(tmp_path / "exchanges", *self.make_exchange_pair()).points)) == 1
+            len(exchanges.compare_exchanges(make_repeats(tmp_path / "exchanges", *self.make_exchange_pair()).points))
+            == 1
         )
-        assert self.get_verdict(as_repeats(tmp_path / "decode", *self.make_decode_pair())) != "no baseline"
-        assert self.get_verdict(as_repeats(tmp_path / "serve", *self.make_served_pair())) != "no baseline"
+        assert self.get_verdict(make_repeats(tmp_path / "decode", *self.make_decode_pair())) != "no baseline"
+        assert self.get_verdict(make_repeats(tmp_path / "serve", *self.make_served_pair())) != "no baseline"
         assert (
-            len(findings.compare_replay_with_live(as_repeats(tmp_path / "replay", *self.make_replay_pair()).served))
+            len(findings.compare_replay_with_live(make_repeats(tmp_path / "replay", *self.make_replay_pair()).served))
             == 1
         )
 
     def make_exchange_pair(self) -> tuple[Record, Record]:
-        return build.ok(build.point(DCP)), build.ok(build.point(DCP, exchange="symm"))
+        return build.make_ok_record(build.make_point(DCP)), build.make_ok_record(build.make_point(DCP, exchange="symm"))
 
     def make_decode_pair(self) -> tuple[Record, Record]:
-        return build.ok(build.point(Layout(8))), build.ok(build.point(DCP))
+        return build.make_ok_record(build.make_point(Layout(8))), build.make_ok_record(build.make_point(DCP))
 
     def make_served_pair(self) -> tuple[Record, Record]:
-        return served(serve.point(Layout(8))), served(serve.point(DCP))
+        return make_served_record(serve.make_point(Layout(8))), make_served_record(serve.make_point(DCP))
 
     def make_replay_pair(self) -> tuple[Record, Record]:
-        live = served(serve.point(DCP))
-        return live, served(changed(live.point, "mode"))
+        live = make_served_record(serve.make_point(DCP))
+        return live, make_served_record(change_field(live.point, "mode"))
 
-    @pytest.mark.parametrize("name", fields(Point, "load", "repeat", *HOW_EXCHANGED))
+    @pytest.mark.parametrize("name", list_fields(Point, "load", "repeat", *HOW_EXCHANGED))
     def test_exchanges_are_not_compared_if_another_field_differs(self, name: str, tmp_path: Path) -> None:
         plain, symm = self.make_exchange_pair()
-        other = msgspec.structs.replace(symm, point=changed(symm.point, name))
-        assert exchanges.compare_exchanges(as_repeats(tmp_path, plain, other).points).empty
+        other = msgspec.structs.replace(symm, point=change_field(symm.point, name))
+        assert exchanges.compare_exchanges(make_repeats(tmp_path, plain, other).points).empty
 
-    @pytest.mark.parametrize("name", fields(Point, "load", "repeat", "dcp", "workload", *HOW_EXCHANGED))
+    @pytest.mark.parametrize("name", list_fields(Point, "load", "repeat", "dcp", "workload", *HOW_EXCHANGED))
     def test_dcp_has_no_baseline_if_another_field_differs(self, name: str, tmp_path: Path) -> None:
         alone, split = self.make_decode_pair()
-        other = msgspec.structs.replace(alone, point=changed(alone.point, name))
-        assert self.get_verdict(as_repeats(tmp_path, other, split)) == "no baseline"
+        other = msgspec.structs.replace(alone, point=change_field(alone.point, name))
+        assert self.get_verdict(make_repeats(tmp_path, other, split)) == "no baseline"
 
-    @pytest.mark.parametrize("name", fields(Load, "trace_facts"))
+    @pytest.mark.parametrize("name", list_fields(Load, "trace_facts"))
     def test_served_dcp_has_no_baseline_under_another_load(self, name: str, tmp_path: Path) -> None:
         alone, split = self.make_served_pair()
-        other = msgspec.structs.replace(alone, point=changed(alone.point, name))
-        assert self.get_verdict(as_repeats(tmp_path, other, split)) == "no baseline"
+        other = msgspec.structs.replace(alone, point=change_field(alone.point, name))
+        assert self.get_verdict(make_repeats(tmp_path, other, split)) == "no baseline"
 
-    @pytest.mark.parametrize("name", fields(Point, "load", "repeat", "workload", "context"))
+    @pytest.mark.parametrize("name", list_fields(Point, "load", "repeat", "workload", "context"))
     def test_replay_is_not_compared_with_a_live_run_of_another_point(self, name: str, tmp_path: Path) -> None:
         live, replay = self.make_replay_pair()
-        other = msgspec.structs.replace(replay, point=changed(replay.point, name))
-        assert findings.compare_replay_with_live(as_repeats(tmp_path, live, other).served).empty
+        other = msgspec.structs.replace(replay, point=change_field(replay.point, name))
+        assert findings.compare_replay_with_live(make_repeats(tmp_path, live, other).served).empty
 
     @pytest.mark.parametrize("setting", [{"kv_memory_bytes": 8 << 30}, {"limit_seconds": 60.0}])
     def test_points_with_other_kv_memory_or_limit_are_not_compared(
         self, setting: dict[str, Any], tmp_path: Path
     ) -> None:
         """Such points are not repeats, baselines or rivals, and are not compared as replay and live run."""
-        alone, split = served(serve.point(Layout(8)), **setting), served(serve.point(DCP))
-        assert self.get_verdict(as_repeats(tmp_path / "baseline", alone, split)) == "no baseline"
-        read = as_repeats(tmp_path / "rivals", alone, split)
+        alone, split = (
+            make_served_record(serve.make_point(Layout(8)), **setting),
+            make_served_record(serve.make_point(DCP)),
+        )
+        assert self.get_verdict(make_repeats(tmp_path / "baseline", alone, split)) == "no baseline"
+        read = make_repeats(tmp_path / "rivals", alone, split)
         assert findings.find_best_per_load(findings.select_timed(read.everything)).empty
-        replay = served(changed(split.point, "mode"), **setting)
-        assert findings.compare_replay_with_live(as_repeats(tmp_path / "replay", split, replay).served).empty
+        replay = make_served_record(change_field(split.point, "mode"), **setting)
+        assert findings.compare_replay_with_live(make_repeats(tmp_path / "replay", split, replay).served).empty
         again = msgspec.structs.replace(split, measured_with=split.measured_with | setting, started_at="later")
-        assert as_repeats(tmp_path / "repeat", split, again).served["repeats"].tolist() == [1, 1]
+        assert make_repeats(tmp_path / "repeat", split, again).served["repeats"].tolist() == [1, 1]
 
     def get_verdict(self, read: dataframes.Frames) -> str:
         """Return the verdict on the one point with DCP."""
@@ -242,36 +246,37 @@ class TestComparisons:
 class TestLabels:
     """Two points of a report that differ are never printed the same."""
 
-    @pytest.mark.parametrize("name", fields(Point, "load", "repeat", *HOW_EXCHANGED))
+    @pytest.mark.parametrize("name", list_fields(Point, "load", "repeat", *HOW_EXCHANGED))
     def test_points_that_differ_have_different_labels(self, name: str, tmp_path: Path) -> None:
-        self.check_labels_differ(build.ok(build.point(DCP, **SENDS)), name, tmp_path)
+        self.check_labels_differ(build.make_ok_record(build.make_point(DCP, **SENDS)), name, tmp_path)
 
     @pytest.mark.parametrize("name", HOW_EXCHANGED)
     def test_exchanges_that_differ_have_different_labels(self, name: str, tmp_path: Path) -> None:
-        self.check_labels_differ(build.ok(build.point(DCP)), name, tmp_path)
+        self.check_labels_differ(build.make_ok_record(build.make_point(DCP)), name, tmp_path)
 
-    @pytest.mark.parametrize("name", fields(Load, "trace_facts"))
+    @pytest.mark.parametrize("name", list_fields(Load, "trace_facts"))
     def test_loads_that_differ_have_different_labels(self, name: str, tmp_path: Path) -> None:
         """The load is an open loop with a rate and a burstiness, and prompts with shared prefixes."""
         loop = {"arrival": "gamma", "request_rate": 2.0, "prefix_share": 0.25, "prefix_groups": 2, "turns": "3"}
         if name.startswith("trace"):
             loop |= {"trace": "a.jsonl", "trace_sha256": "def", "trace_reading": "format=mooncake"}
-        self.check_labels_differ(served(serve.point(DCP, changed=loop)), name, tmp_path)
+        self.check_labels_differ(make_served_record(serve.make_point(DCP, changed=loop)), name, tmp_path)
 
-    @pytest.mark.parametrize("name", fields(Point, "load"))
+    @pytest.mark.parametrize("name", list_fields(Point, "load"))
     def test_points_of_a_sweep_that_differ_have_different_names(self, name: str) -> None:
         """The progress bar, comparisons and --dry-run use these names; fields with one value for a whole run are not in
         them.
         """
-        point = build.point(DCP)
-        same = grid.format_point_name(point) == grid.format_point_name(changed(point, name))
+        point = build.make_point(DCP)
+        same = grid.format_point_name(point) == grid.format_point_name(change_field(point, name))
         assert same == (name in ("workload", *(axis.name for axis in HOW if axis.one)))
 
-    @pytest.mark.parametrize("name", [*fields(Point, "load", "repeat"), *(a.name for a in LOAD_AXES if a.label)])
+    @pytest.mark.parametrize("name", [*list_fields(Point, "load", "repeat"), *(a.name for a in LOAD_AXES if a.label)])
     def test_lines_of_a_dashboard_that_differ_have_different_names(self, name: str) -> None:
-        point = serve.point(DCP)
+        point = serve.make_point(DCP)
         names = [
-            series.describe_line(line) for line in series.collect_lines([served(point), served(changed(point, name))])
+            series.describe_line(line)
+            for line in series.collect_lines([make_served_record(point), make_served_record(change_field(point, name))])
         ]
         assert len(names) == 2
         assert names[0] != names[1]
@@ -291,14 +296,14 @@ class TestLabels:
         self, placed: list[tuple[int, int, str]], labels: list[str], tmp_path: Path
     ) -> None:
         """With attention data parallelism the name always has the degree; without it only if two points differ in it."""
-        records = [build.ok(build.point(Layout(tp, dp), ep=ep)) for tp, dp, ep in placed]
-        assert sorted(as_repeats(tmp_path, *records).points["label"]) == labels
+        records = [build.make_ok_record(build.make_point(Layout(tp, dp), ep=ep)) for tp, dp, ep in placed]
+        assert sorted(make_repeats(tmp_path, *records).points["label"]) == labels
 
     def test_name_of_a_point_has_its_expert_parallel_degree(self) -> None:
         """The degree is a separate part without attention data parallelism, and belongs to the layout with it; an
         unknown degree is left out.
         """
-        points = [build.point(Layout(8, dp), ep=ep) for dp in (1, 8) for ep in ("1", "tp", UNKNOWN)]
+        points = [build.make_point(Layout(8, dp), ep=ep) for dp in (1, 8) for ep in ("1", "tp", UNKNOWN)]
         found = [
             point.format_changed_fields(COMPUTES, but=Role.EXCHANGE)[0].removesuffix("flashinfer") for point in points
         ]
@@ -308,8 +313,8 @@ class TestLabels:
         assert [point.ep_degree for point in points] == [1, 8, None] * 2
 
     def check_labels_differ(self, record: Record, name: str, tmp_path: Path) -> None:
-        other = msgspec.structs.replace(record, point=changed(record.point, name))
-        read = as_repeats(tmp_path, record, other).everything
+        other = msgspec.structs.replace(record, point=change_field(record.point, name))
+        read = make_repeats(tmp_path, record, other).everything
         assert len(read) == 2
         labels = read[["model", "mode", "load", "label"]].astype(str).agg(" | ".join, axis=1)
         assert labels.nunique() == 2, labels.tolist()
@@ -318,22 +323,22 @@ class TestLabels:
 class TestSharing:
     """Engines and measurements of one point are used for another only if both are computed the same way."""
 
-    @pytest.mark.parametrize("name", fields(Point, *RUN_FIELDS, *DEPLOYED, *ASSUMED, *IMPORTED))
+    @pytest.mark.parametrize("name", list_fields(Point, *RUN_FIELDS, *DEPLOYED, *ASSUMED, *IMPORTED))
     def test_engine_or_path_differs_with_every_field_that_computes(self, name: str) -> None:
-        point = build.point(DCP)
-        other = changed(point, name)
+        point = build.make_point(DCP)
+        other = change_field(point, name)
         assert not (budget.is_same_engine(point, other) and budget.is_same_path(point, other))
 
-    @pytest.mark.parametrize("name", [*fields(Point, *RUN_FIELDS, *DEPLOYED, *ASSUMED, *IMPORTED), "prefill"])
+    @pytest.mark.parametrize("name", [*list_fields(Point, *RUN_FIELDS, *DEPLOYED, *ASSUMED, *IMPORTED), "prefill"])
     def test_engine_path_of_step_times_differs_with_every_field(self, name: str) -> None:
-        point = serve.point(DCP)
-        assert get_engine_path(point) != get_engine_path(changed(point, name))
+        point = serve.make_point(DCP)
+        assert get_engine_path(point) != get_engine_path(change_field(point, name))
 
     @pytest.mark.parametrize("name", DEPLOYED)
     def test_all_instances_have_the_same_engine(self, name: str) -> None:
         """Step times of one instance therefore apply to any number."""
-        point = serve.point(DCP)
-        other = changed(point, name)
+        point = serve.make_point(DCP)
+        other = change_field(point, name)
         assert budget.is_same_engine(point, other)
         assert get_engine_path(point) == get_engine_path(other)
 
@@ -343,19 +348,22 @@ class TestTables:
 
     @pytest.mark.parametrize("name", [axis.name for axis in AXES])
     def test_exported_table_has_a_column_for_each_field(self, name: str) -> None:
-        point = build.point(DCP)
+        point = build.make_point(DCP)
         rows = csv_table.build_rows(
-            [measured_points.MeasuredPoint("run", Path(), build.ok(p)) for p in (point, changed(point, name))],
+            [
+                measured_points.MeasuredPoint("run", Path(), build.make_ok_record(p))
+                for p in (point, change_field(point, name))
+            ],
         )
         assert rows[0][name] != rows[1][name]
 
     def test_dry_run_table_has_degrees_and_fields_of_the_path(self) -> None:
-        (row,) = grid.make_table([grid.Candidate(point=build.point(DCP))])
+        (row,) = grid.make_table([grid.Candidate(point=build.make_point(DCP))])
         assert {*DEGREES, *(axis.name for axis in select_point_axes(Role.PATH))} <= set(row)
 
     def test_page_has_a_filter_for_each_titled_field(self, tmp_path: Path) -> None:
         """The data of the page has a column for each filter."""
-        read = as_repeats(tmp_path, served(changed(serve.point(DCP), "settings")))
+        read = make_repeats(tmp_path, make_served_record(change_field(serve.make_point(DCP), "settings")))
         titled = {axis.name for axis in (*AXES, *LOAD_AXES) if axis.title}
         assert titled <= set(build_page_data(read)["columns"])
         assert titled <= set(build_page_data(read)["filters"])
@@ -364,18 +372,18 @@ class TestTables:
     @pytest.mark.parametrize("name", [axis.name for axis in HOW if axis.one])
     def test_settings_of_a_run_contain_fields_with_one_value_for_all(self, name: str) -> None:
         """A run with another value cannot be resumed."""
-        point = build.point(DCP)
-        now = [list_settings([p], Settings(), "cuda") for p in (point, changed(point, name))]
+        point = build.make_point(DCP)
+        now = [list_settings([p], Settings(), "cuda") for p in (point, change_field(point, name))]
         assert {option for option in now[0] if now[0][option] != now[1][option]} == {format_field(name)}
 
 
 class TestCommands:
-    @pytest.mark.parametrize("name", fields(Point, "workload", "load", "repeat", *IMPORTED))
+    @pytest.mark.parametrize("name", list_fields(Point, "workload", "load", "repeat", *IMPORTED))
     def test_command_of_a_point_contains_every_field(self, name: str) -> None:
-        point = build.point(DCP)
-        assert self.build_command_of(point) != self.build_command_of(changed(point, name))
+        point = build.make_point(DCP)
+        assert self.build_command_of(point) != self.build_command_of(change_field(point, name))
 
-    @pytest.mark.parametrize("name", fields(Load, "trace_sha256", "trace_facts", "paced"))
+    @pytest.mark.parametrize("name", list_fields(Load, "trace_sha256", "trace_facts", "paced"))
     def test_command_of_a_load_contains_every_field(self, name: str) -> None:
         """A trace file is given by name; its hash only detects changes. Arrivals of commands are always paced."""
         loop: Mapping[str, Any] = {
@@ -386,8 +394,8 @@ class TestCommands:
             "turns": "3",
             **({"trace": "a.jsonl"} if name == "trace_reading" else {}),
         }
-        point = serve.point(DCP, changed=dict(loop))
-        assert self.build_command_of(point) != self.build_command_of(changed(point, name))
+        point = serve.make_point(DCP, changed=dict(loop))
+        assert self.build_command_of(point) != self.build_command_of(change_field(point, name))
 
     def build_command_of(self, point: Point) -> str:
         return build_command(point, {})
@@ -400,10 +408,10 @@ def test_report_keeps_loads_of_files_and_agents(tmp_path: Path) -> None:
     facts = TraceFacts(sessions=3, span_s=2.5, prefix_share=0.9)
     agents = {"turns": "4", "think_time": "lognormal:1.2:0.8", "system_tokens": 80, "branch": 0.25}
     points = [
-        serve.point(DCP, changed={"trace": "a.jsonl", "arrival": "trace", "trace_facts": facts}),
-        serve.point(DCP, changed=agents),
+        serve.make_point(DCP, changed={"trace": "a.jsonl", "arrival": "trace", "trace_facts": facts}),
+        serve.make_point(DCP, changed=agents),
     ]
-    frames = as_repeats(tmp_path, *(served(point) for point in points))
+    frames = make_repeats(tmp_path, *(make_served_record(point) for point in points))
     assert {point.load for point in page_points.build_points(frames.served)} == {point.load for point in points}
     points_export.write_csv(frames, tmp_path / "points.csv")
     header, *rows = (tmp_path / "points.csv").read_text().splitlines()

@@ -15,7 +15,7 @@ from dcpbench.kernels import moe
 from dcpbench.points import memory
 from dcpbench.points.layout import Layout
 from tests.unit import engine_builder as build
-from tests.unit.prefill_builder import Prompt, decoded, prompt_tokens, step
+from tests.unit.prefill_builder import Prompt, decode_prompt, make_prompt_tokens, run_step
 
 LENGTH = 24
 PAGE = 2
@@ -25,12 +25,12 @@ TOKENS = 48  # maximum of a step
 
 def make_engine_and_prefiller(window: int = 64, **options):
     """Return an engine and a prefiller with windows of this many tokens."""
-    engine = build.engine(page_size=PAGE, **options)
+    engine = build.make_engine(page_size=PAGE, **options)
     nbytes = memory.compute_window_bytes(engine.model.shape, Layout(1), window, 4)
     return engine, Prefiller(engine.model, backend="sdpa", tokens=TOKENS, window_bytes=nbytes)
 
 
-def max_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+def compute_max_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference."""
     assert found.shape == expected.shape
     return float((found - expected).abs().max())
@@ -39,7 +39,7 @@ def max_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.fixture(scope="module")
 def reference_logits():
     """Return the logits of three prompts, each alone and token by token."""
-    return [decoded(*make_engine_and_prefiller(), prompt_tokens(number, LENGTH)) for number in range(3)]
+    return [decode_prompt(*make_engine_and_prefiller(), make_prompt_tokens(number, LENGTH)) for number in range(3)]
 
 
 class TestLogits:
@@ -48,14 +48,14 @@ class TestLogits:
     def test_any_chunks_give_the_logits_of_token_by_token_decode(self, chunks, window, reference_logits):
         """Chunks begin at multiples of the page of 2 tokens, except the last token of (22, 1, 1), which is decoded."""
         engine, prefiller = make_engine_and_prefiller(window)
-        prompt = Prompt.admit(engine, prompt_tokens(0, LENGTH))
+        prompt = Prompt.admit(engine, make_prompt_tokens(0, LENGTH))
         logits = [
-            step(engine, prefiller, [], [(prompt, count)])
+            run_step(engine, prefiller, [], [(prompt, count)])
             if prompt.stored % PAGE == 0
-            else step(engine, prefiller, [prompt], [])
+            else run_step(engine, prefiller, [prompt], [])
             for count in chunks
         ]
-        assert max_difference(torch.cat(logits), reference_logits[0]) < LIMIT
+        assert compute_max_difference(torch.cat(logits), reference_logits[0]) < LIMIT
 
     @pytest.mark.parametrize("window", [4, 64], ids=lambda w: f"window{w}")
     def test_decodes_chunks_and_padding_can_share_a_step(self, window, reference_logits):
@@ -63,11 +63,11 @@ class TestLogits:
         one, later.
         """
         engine, prefiller = make_engine_and_prefiller(window, pages=128)
-        prompts = [Prompt.admit(engine, prompt_tokens(number, LENGTH)) for number in range(3)]
-        step(engine, prefiller, [], [(prompts[0], 4)])
+        prompts = [Prompt.admit(engine, make_prompt_tokens(number, LENGTH)) for number in range(3)]
+        run_step(engine, prefiller, [], [(prompts[0], 4)])
         found = [[], [], []]
         for chunks in ([(1, 2)], [(1, 8)], [(1, 3), (2, 24)]):
-            logits = step(engine, prefiller, [prompts[0]], [(prompts[n], count) for n, count in chunks], padding=3)
+            logits = run_step(engine, prefiller, [prompts[0]], [(prompts[n], count) for n, count in chunks], padding=3)
             assert logits.isfinite().all(), "also padding rows"
             first = 1
             found[0].append(logits[:1])
@@ -75,17 +75,19 @@ class TestLogits:
                 found[number].append(logits[first : first + count])
                 first += count
             assert len(logits) == first + 3
-        assert max_difference(torch.cat(found[0]), reference_logits[0][4:7]) < LIMIT
-        assert max_difference(torch.cat(found[1]), reference_logits[1][:13]) < LIMIT
-        assert max_difference(torch.cat(found[2]), reference_logits[2]) < LIMIT
+        assert compute_max_difference(torch.cat(found[0]), reference_logits[0][4:7]) < LIMIT
+        assert compute_max_difference(torch.cat(found[1]), reference_logits[1][:13]) < LIMIT
+        assert compute_max_difference(torch.cat(found[2]), reference_logits[2]) < LIMIT
 
     def test_last_only_gives_logits_of_decodes_and_last_tokens(self, reference_logits):
         engine, prefiller = make_engine_and_prefiller(pages=128)
-        prompts = [Prompt.admit(engine, prompt_tokens(number, LENGTH)) for number in range(3)]
-        step(engine, prefiller, [], [(prompts[0], 4)])
-        logits = step(engine, prefiller, [prompts[0]], [(prompts[1], 6), (prompts[2], 24)], padding=2, last_only=True)
+        prompts = [Prompt.admit(engine, make_prompt_tokens(number, LENGTH)) for number in range(3)]
+        run_step(engine, prefiller, [], [(prompts[0], 4)])
+        logits = run_step(
+            engine, prefiller, [prompts[0]], [(prompts[1], 6), (prompts[2], 24)], padding=2, last_only=True
+        )
         assert (
-            max_difference(
+            compute_max_difference(
                 logits, torch.stack([reference_logits[0][4], reference_logits[1][5], reference_logits[2][23]])
             )
             < LIMIT
@@ -93,11 +95,11 @@ class TestLogits:
 
     def test_several_decodes_and_chunks_can_share_a_step(self, reference_logits):
         engine, prefiller = make_engine_and_prefiller(pages=128)
-        prompts = [Prompt.admit(engine, prompt_tokens(number, LENGTH)) for number in range(3)]
-        step(engine, prefiller, [], [(prompts[0], 4), (prompts[1], 6)])
-        logits = step(engine, prefiller, prompts[:2], [(prompts[2], 24)], last_only=True)
+        prompts = [Prompt.admit(engine, make_prompt_tokens(number, LENGTH)) for number in range(3)]
+        run_step(engine, prefiller, [], [(prompts[0], 4), (prompts[1], 6)])
+        logits = run_step(engine, prefiller, prompts[:2], [(prompts[2], 24)], last_only=True)
         assert (
-            max_difference(
+            compute_max_difference(
                 logits, torch.stack([reference_logits[0][4], reference_logits[1][6], reference_logits[2][23]])
             )
             < LIMIT
@@ -120,7 +122,7 @@ class TestLogits:
 
     def test_replica_without_work_runs_only_padding(self):
         engine, prefiller = make_engine_and_prefiller()
-        assert step(engine, prefiller, [], [], padding=4).isfinite().all()
+        assert run_step(engine, prefiller, [], [], padding=4).isfinite().all()
 
 
 class TestCalls:
@@ -165,7 +167,7 @@ class TestCalls:
         """
         shape, layout = build.TINY, Layout(1)
         assert memory.compute_window_bytes(shape, layout, 1, 4) == 2240
-        engine = build.engine(page_size=PAGE)
+        engine = build.make_engine(page_size=PAGE)
         for nbytes, tokens in ((4480, 2), (8959, 2), (8960, 4)):
             assert Prefiller(engine.model, backend="sdpa", tokens=8, window_bytes=nbytes).window == tokens
         with pytest.raises(CapacityError, match="need 4480"):
@@ -175,29 +177,29 @@ class TestCalls:
     def test_default_window_is_whole_pages_and_at_least_one(self, page_size, tokens, monkeypatch):
         """A window of 16 tokens is 8 pages of 2, 5 of 3, one of 16, or one page of 20, its minimum."""
         monkeypatch.setattr(memory, "PREFILL_WINDOW", 16)
-        engine = build.engine(page_size=page_size)
+        engine = build.make_engine(page_size=page_size)
         assert Prefiller(engine.model, backend="sdpa", tokens=8).window == tokens
 
     def test_pages_larger_than_a_window_give_the_same_logits(self, reference_logits, monkeypatch):
         monkeypatch.setattr(memory, "PREFILL_WINDOW", PAGE - 1)
-        engine = build.engine(page_size=PAGE)
+        engine = build.make_engine(page_size=PAGE)
         prefiller = Prefiller(engine.model, backend="sdpa", tokens=TOKENS)
-        prompt = Prompt.admit(engine, prompt_tokens(0, LENGTH))
-        logits = [step(engine, prefiller, [], [(prompt, count)]) for count in (4, 2, 18)]
-        assert max_difference(torch.cat(logits), reference_logits[0]) < LIMIT
+        prompt = Prompt.admit(engine, make_prompt_tokens(0, LENGTH))
+        logits = [run_step(engine, prefiller, [], [(prompt, count)]) for count in (4, 2, 18)]
+        assert compute_max_difference(torch.cat(logits), reference_logits[0]) < LIMIT
 
 
 class TestErrors:
     def test_step_above_the_token_limit_raises_usage_error(self):
         engine, prefiller = make_engine_and_prefiller(pages=128)
-        prompts = [Prompt.admit(engine, prompt_tokens(number, LENGTH)) for number in range(3)]
+        prompts = [Prompt.admit(engine, make_prompt_tokens(number, LENGTH)) for number in range(3)]
         with pytest.raises(UsageError, match="49 prompt tokens"):
-            step(engine, prefiller, [], [(prompts[0], 24), (prompts[1], 24), (prompts[2], 1)])
+            run_step(engine, prefiller, [], [(prompts[0], 24), (prompts[1], 24), (prompts[2], 1)])
 
     def test_unknown_gather_raises_usage_error(self):
         with pytest.raises(UsageError, match="nccl, direct"):
-            Prefiller(build.engine().model, backend="sdpa", tokens=8, gather="mail")
+            Prefiller(build.make_engine().model, backend="sdpa", tokens=8, gather="mail")
 
     def test_unknown_backend_raises_usage_error(self):
         with pytest.raises(UsageError, match="sdpa, flashinfer"):
-            Prefiller(build.engine().model, backend="none", tokens=8)
+            Prefiller(build.make_engine().model, backend="none", tokens=8)

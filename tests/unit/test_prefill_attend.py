@@ -15,9 +15,9 @@ from dcpbench.kernels.rope import compute_softmax_scale
 from dcpbench.points import memory
 from dcpbench.points.layout import Layout
 from dcpbench.serving.requests import Chunk
-from tests.unit.engine_builder import alone, layers, shape_like_tiny
+from tests.unit.engine_builder import make_groups, make_layers, make_shape
 
-SHAPE = shape_like_tiny(
+SHAPE = make_shape(
     qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, latent=512, heads=4, layers=1, first_k_dense_replace=1
 )
 """Widths of the published models, with few heads."""
@@ -30,11 +30,11 @@ TABLE = 512
 
 def make_prefiller(device, dtype, backend, window):
     """Return a prefiller over a pool of random rows, and a table with consecutive requests."""
-    weights = load_weights(SyntheticSource(0, dtype, device), SHAPE, ONE, 0, layers(SHAPE))
+    weights = load_weights(SyntheticSource(0, dtype, device), SHAPE, ONE, 0, make_layers(SHAPE))
     kv = KvPool(1, len(CHUNKS) * TABLE // PAGE, PAGE, SHAPE.kv_width, dtype, device)
     generator = torch.Generator().manual_seed(1)
     kv.data.copy_(torch.randn(kv.data.shape, generator=generator))
-    model = Model(SHAPE, ONE, alone(ONE, 0), weights, kv, interleave=1, max_context=TABLE, device=device)
+    model = Model(SHAPE, ONE, make_groups(ONE, 0), weights, kv, interleave=1, max_context=TABLE, device=device)
     nbytes = memory.compute_window_bytes(SHAPE, ONE, window, dtype.itemsize)
     prefiller = Prefiller(model, backend=backend, tokens=512, window_bytes=nbytes)
     table = torch.arange(len(CHUNKS) * TABLE, dtype=torch.int32, device=device).view(len(CHUNKS), TABLE)

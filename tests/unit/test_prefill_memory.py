@@ -11,9 +11,9 @@ from dcpbench.engine.weights import load_weights
 from dcpbench.points import memory
 from dcpbench.points.layout import Layout
 from dcpbench.serving.requests import Chunk
-from tests.unit.engine_builder import alone, layers, shape_like_tiny
+from tests.unit.engine_builder import make_groups, make_layers, make_shape
 
-SHAPE = shape_like_tiny(
+SHAPE = make_shape(
     hidden=2048,
     layers=2,
     heads=16,
@@ -41,9 +41,11 @@ def test_prefill_step_uses_no_more_memory_than_the_budget(backend):
     if backend == "flashinfer":
         pytest.importorskip("flashinfer")
     device, dtype = torch.device("cuda"), torch.bfloat16
-    weights = load_weights(SyntheticSource(0, dtype, device), SHAPE, ONE, 0, layers(SHAPE))
+    weights = load_weights(SyntheticSource(0, dtype, device), SHAPE, ONE, 0, make_layers(SHAPE))
     kv = KvPool(SHAPE.layers, (STORED + TOKENS) // PAGE, PAGE, SHAPE.kv_width, dtype, device)
-    model = Model(SHAPE, ONE, alone(ONE, 0), weights, kv, interleave=1, max_context=STORED + TOKENS, device=device)
+    model = Model(
+        SHAPE, ONE, make_groups(ONE, 0), weights, kv, interleave=1, max_context=STORED + TOKENS, device=device
+    )
     table = torch.arange(STORED + TOKENS, dtype=torch.int32, device=device).unsqueeze(0)
     positions = torch.arange(STORED, STORED + TOKENS, device=device)
     inputs = StepInput(positions % SHAPE.vocab, positions, table[0, STORED:], logit_rows=positions[-1:] - STORED)

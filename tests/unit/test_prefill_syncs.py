@@ -15,9 +15,9 @@ from dcpbench.points import memory
 from dcpbench.points.layout import Layout
 from dcpbench.serving.requests import Chunk
 from dcpbench.syncs.dry_run import DryRun, dry_run
-from tests.unit.engine_builder import alone, layers, shape_like_tiny
+from tests.unit.engine_builder import make_groups, make_layers, make_shape
 
-SHAPE = shape_like_tiny(layers=2, first_k_dense_replace=2)  # without experts, as their reference in fp32 synchronises
+SHAPE = make_shape(layers=2, first_k_dense_replace=2)  # without experts, as their reference in fp32 synchronises
 ONE = Layout(1)
 CHUNKS = [Chunk(None, 1, 8, 20, samples=True), Chunk(None, 2, 0, 3, samples=True), Chunk(None, 3, 4, 6, samples=True)]
 """12 tokens after 8 stored ones, a prompt of 3 tokens, and 2 tokens after 4."""
@@ -29,11 +29,11 @@ ROWS = 17 + 3  # three are padding
 def step(device: torch.device, window: int, run: DryRun | None = None) -> torch.Tensor:
     """Return the logits of the last token of each chunk; prefixes are random rows."""
     source = SyntheticSource(0, torch.float32, torch.device("cpu"))
-    weights = move_to(load_weights(source, SHAPE, ONE, 0, layers(SHAPE)), device)
+    weights = move_to(load_weights(source, SHAPE, ONE, 0, make_layers(SHAPE)), device)
     kv = KvPool(SHAPE.layers, 40, 2, SHAPE.kv_width, torch.float32, device)
     generator = torch.Generator().manual_seed(0)
     kv.data.copy_(torch.randn(kv.data.shape, generator=generator))
-    model = Model(SHAPE, ONE, alone(ONE, 0), weights, kv, interleave=1, max_context=24, device=device)
+    model = Model(SHAPE, ONE, make_groups(ONE, 0), weights, kv, interleave=1, max_context=24, device=device)
     nbytes = memory.compute_window_bytes(SHAPE, ONE, window, 4)
     prefiller = Prefiller(model, backend="sdpa", tokens=32, window_bytes=nbytes)
     table = torch.arange(4 * 20, dtype=torch.int32).view(4, 20).to(device)

@@ -60,7 +60,7 @@ class TraceBuilder:
             return profiling.read_pass(path)
 
 
-def eager_trace():
+def make_eager_trace():
     """Return three eager steps: gather outside any range, attention in its range, two kernels in that of moe."""
     trace = TraceBuilder()
     for at in (0, 1000, 2000):
@@ -72,7 +72,7 @@ def eager_trace():
     return trace
 
 
-def replay_trace(*steps, period=1000):
+def make_replay_trace(*steps, period=1000):
     """Return replayed steps, given as lists of (name, start, end) relative to their start; one starts every `period`
     µs.
     """
@@ -116,7 +116,7 @@ class TestPhases:
         """
         work = [("gather", 30, 40), ("mla", 45, 130), ("gemm", 130, 180), ("gemm", 190, 230)]
         slow_start = [(name, 2 * start, 2 * end) for name, start, end in work]
-        phases, blocking = profiled(eager_trace(), replay_trace(slow_start, work, work, period=250), steps=1)
+        phases, blocking = profiled(make_eager_trace(), make_replay_trace(slow_start, work, work, period=250), steps=1)
         assert phases.phase_us == {"attention": 85, "moe": 90, "other": 10}
         assert phases.idle_us == 65
         assert phases.idle_fraction == 0.26
@@ -138,27 +138,27 @@ class TestPhases:
                 ("gemm", 15 + mla, 20 + mla),
             ]
 
-        replay = replay_trace(work(150), work(100), work(40), work(170), period=200)
-        phases, _ = profiled(eager_trace(), replay, steps=2)
+        replay = make_replay_trace(work(150), work(100), work(40), work(170), period=200)
+        phases, _ = profiled(make_eager_trace(), replay, steps=2)
         assert phases.phase_us == {"attention": 70, "moe": 10, "other": 10}
         assert (phases.idle_us, phases.step_us, phases.steps) == (110, 200, 2)
 
     def test_phases_are_in_the_order_of_a_layer(self, profiled):
         """Durations do not matter; kernels outside any range are last."""
         work = [("gather", 0, 500), ("mla", 500, 501), ("gemm", 501, 502), ("gemm", 502, 600)]
-        phases, _ = profiled(eager_trace(), replay_trace(work, work, work), steps=1)
+        phases, _ = profiled(make_eager_trace(), make_replay_trace(work, work, work), steps=1)
         assert list(phases.phase_us) == ["attention", "moe", "other"]
 
     def test_additional_kernel_of_the_replay_is_other(self, profiled):
         """Kernels before and after a memset of 7 µs between attention and moe keep their phases."""
         work = [("gather", 0, 1), ("mla", 1, 21), ("memset", 21, 28), ("gemm", 28, 38), ("gemm", 38, 48)]
-        phases, _ = profiled(eager_trace(), replay_trace(work, work, work), steps=1)
+        phases, _ = profiled(make_eager_trace(), make_replay_trace(work, work, work), steps=1)
         assert phases.phase_us == {"attention": 20, "moe": 20, "other": 8}
 
     def test_kernel_missing_in_the_replay_does_not_shift_phases(self, profiled):
         """Without mla both gemms are still moe, not attention and moe."""
         work = [("gather", 0, 1), ("gemm", 1, 11), ("gemm", 11, 21)]
-        phases, _ = profiled(eager_trace(), replay_trace(work, work, work), steps=1)
+        phases, _ = profiled(make_eager_trace(), make_replay_trace(work, work, work), steps=1)
         assert phases.phase_us == {"moe": 20, "other": 1}
 
     def test_ranks_without_profiler_run_the_same_number_of_steps(self, monkeypatch):
@@ -174,7 +174,7 @@ class TestPhases:
 
 def make_kernels(*times):
     """Return GPU events (start, end) as the kernels of a step."""
-    return replay_trace([("k", start, end) for start, end in times]).kernels().steps[0]
+    return make_replay_trace([("k", start, end) for start, end in times]).kernels().steps[0]
 
 
 class TestAttribution:
@@ -238,7 +238,7 @@ class TestHostSyncs:
     def test_wait_in_every_step_is_a_site_with_its_count(self, profiled):
         """Steps 2 and 3 of the eager pass count: two waits in each, of 10 and 20 µs, with median 15."""
         work = [("gather", 0, 1), ("mla", 1, 2), ("gemm", 2, 3), ("gemm", 3, 4)]
-        eager, replay = eager_trace(), replay_trace(work, work, work)
+        eager, replay = make_eager_trace(), make_replay_trace(work, work, work)
         for start in (0, 1000, 2000):
             eager.host("cudaStreamSynchronize", start + 300, start + 310, "cuda_runtime")
             eager.host("cudaStreamSynchronize", start + 320, start + 340, "cuda_runtime")
@@ -259,7 +259,7 @@ class TestHostSyncs:
     def test_wait_in_only_the_first_step_is_warm_up(self, profiled):
         """This step loads kernels and fills caches."""
         work = [("gather", 0, 1), ("mla", 1, 2), ("gemm", 2, 3), ("gemm", 3, 4)]
-        eager, replay = eager_trace(), replay_trace(work, work, work)
+        eager, replay = make_eager_trace(), make_replay_trace(work, work, work)
         eager.host("cudaDeviceSynchronize", 1, 2, "cuda_runtime")
         replay.host("cudaDeviceSynchronize", 1, 2, "cuda_runtime")
         assert profiled(eager, replay, steps=1)[1] == []
@@ -267,7 +267,7 @@ class TestHostSyncs:
     def test_freed_memory_counts_only_in_replayed_steps(self, profiled):
         """The caching allocator may grow in an eager step; a replayed step owns its memory."""
         work = [("gather", 0, 1), ("mla", 1, 2), ("gemm", 2, 3), ("gemm", 3, 4)]
-        eager, replay = eager_trace(), replay_trace(work, work, work)
+        eager, replay = make_eager_trace(), make_replay_trace(work, work, work)
         eager.host("cudaFree", 1003, 1004, "cuda_runtime")
         replay.host("cudaFree", 1003, 1004, "cuda_runtime")
         (site,) = profiled(eager, replay, steps=1)[1]

@@ -20,7 +20,7 @@ from dcpbench.kernels import block_scaled, moe, norm, qkv_norm_rope
 from dcpbench.kernels import linear as linears
 from dcpbench.kernels.block_scaled import Rows, Scaled, quantize_rows
 from dcpbench.points.layout import Layout
-from tests.unit.engine_builder import CPU, TINY, alone, layers
+from tests.unit.engine_builder import CPU, TINY, make_groups, make_layers
 
 if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
@@ -42,9 +42,9 @@ ROWS = 3
 def run_pieces(shape: ModelShape) -> list[torch.Tensor]:
     """Return the results of each piece of a step and the residual after it, which are the same in every call."""
     layout = Layout(1)
-    weights = load_weights(SyntheticSource(0, torch.float32, CPU), shape, layout, 0, layers(shape), fp8=True)
+    weights = load_weights(SyntheticSource(0, torch.float32, CPU), shape, layout, 0, make_layers(shape), fp8=True)
     kv = KvPool(shape.layers, 64, 1, shape.kv_width, torch.float32, CPU)
-    model = Model(shape, layout, alone(layout, 0), weights, kv, interleave=1, max_context=32, device=CPU)
+    model = Model(shape, layout, make_groups(layout, 0), weights, kv, interleave=1, max_context=32, device=CPU)
     random = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, shape.vocab, (ROWS,), generator=random)
     batch = StepInput(tokens, torch.tensor([0, 3, 7]), torch.arange(ROWS, dtype=torch.int32))

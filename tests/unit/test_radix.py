@@ -15,7 +15,7 @@ TOKENS = st.lists(st.integers(0, 1), max_size=LENGTH)  # few different tokens, s
 Key = tuple[int, ...]
 
 
-def array(items: list[int] | range) -> np.ndarray:
+def make_array(items: list[int] | range) -> np.ndarray:
     """Return token ids or pages as an array."""
     return np.array(items, dtype=np.int32)
 
@@ -48,7 +48,7 @@ class CacheMachine(RuleBasedStateMachine):
     def match(self, tokens: list[int], lock: bool) -> None:
         """Look up the longest cached beginning, in complete pages."""
         keys = self.use_cached(tokens)
-        pages, node = self.cache.match_prefix(array(tokens))
+        pages, node = self.cache.match_prefix(make_array(tokens))
         assert pages.tolist() == [self.pages[key] for key in keys]
         if lock:
             self.cache.lock(node)
@@ -61,7 +61,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.use_cached(tokens)
         own = list(range(self.next_page, self.next_page + len(keys)))
         self.next_page += len(keys)
-        pages, _ = self.cache.insert(array(tokens[: len(keys) * self.size]), array(own))
+        pages, _ = self.cache.insert(make_array(tokens[: len(keys) * self.size]), make_array(own))
         for key, page in zip(keys, own, strict=True):
             if key not in self.pages:
                 self.pages[key], self.used[key] = page, self.clock
@@ -119,19 +119,19 @@ def test_two_prompts_share_two_pages():
     3.
     """
     cache = PrefixCache(2)
-    cache.insert(array([1, 1, 2, 2, 3, 3]), array([4, 9, 2]))
-    pages, _ = cache.insert(array([1, 1, 2, 2, 5, 5, 6, 6]), array([11, 12, 7, 3]))
+    cache.insert(make_array([1, 1, 2, 2, 3, 3]), make_array([4, 9, 2]))
+    pages, _ = cache.insert(make_array([1, 1, 2, 2, 5, 5, 6, 6]), make_array([11, 12, 7, 3]))
     assert pages.tolist() == [4, 9, 7, 3], "11 and 12 still belong to the caller"
     assert cache.pages == 5
-    assert cache.match_prefix(array([1, 1, 2, 2, 9, 9]))[0].tolist() == [4, 9]
-    assert cache.match_prefix(array([1, 1, 2]))[0].tolist() == [4], "half a page does not match"
+    assert cache.match_prefix(make_array([1, 1, 2, 2, 9, 9]))[0].tolist() == [4, 9]
+    assert cache.match_prefix(make_array([1, 1, 2]))[0].tolist() == [4], "half a page does not match"
 
 
 def test_lock_keeps_pages_of_a_prefix_but_not_later_ones():
     """Three pages are cached, and a reader has two of them."""
     cache = PrefixCache(1)
-    cache.insert(array([1, 2, 3]), array([4, 5, 6]))
-    _, node = cache.match_prefix(array([1, 2]))
+    cache.insert(make_array([1, 2, 3]), make_array([4, 5, 6]))
+    _, node = cache.match_prefix(make_array([1, 2]))
     cache.lock(node)
     assert (cache.evictable, cache.evict_pages(9).tolist()) == (1, [6])
     cache.unlock(node)
@@ -141,9 +141,9 @@ def test_lock_keeps_pages_of_a_prefix_but_not_later_ones():
 def test_split_node_stays_locked_on_both_sides():
     """A reader has three pages; another prompt shares one of them and splits the node."""
     cache = PrefixCache(1)
-    _, node = cache.insert(array([1, 2, 3]), array([4, 5, 6]))
+    _, node = cache.insert(make_array([1, 2, 3]), make_array([4, 5, 6]))
     cache.lock(node)
-    cache.match_prefix(array([1, 9]))
+    cache.match_prefix(make_array([1, 9]))
     assert (cache.evictable, cache.evict_pages(9).tolist()) == (0, [])
     cache.unlock(node)
     assert cache.evictable == 3
@@ -152,7 +152,7 @@ def test_split_node_stays_locked_on_both_sides():
 def test_invalid_calls_raise_value_error():
     cache = PrefixCache(2)
     with pytest.raises(ValueError, match="3 tokens do not fill 1 pages of 2"):
-        cache.insert(array([1, 2, 3]), array([4]))
-    _, node = cache.insert(array([1, 2]), array([4]))
+        cache.insert(make_array([1, 2, 3]), make_array([4]))
+    _, node = cache.insert(make_array([1, 2]), make_array([4]))
     with pytest.raises(ValueError, match="not locked"):
         cache.unlock(node)

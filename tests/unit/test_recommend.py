@@ -62,7 +62,7 @@ ROOT = Path(__file__).parents[2]
 DECODED = ROOT / "results" / "decode_4xH200/decode-deepseek-v3-kimi-k2_4xH200_2026-11-20" / "run1"
 
 
-def point(**given: object) -> Point:
+def make_point(**given: object) -> Point:
     """Return a decode point of DeepSeek-V3."""
     defaults = {
         "model": "deepseek-v3",
@@ -77,10 +77,12 @@ def point(**given: object) -> Point:
     return Point(**(defaults | given))  # type: ignore[arg-type]
 
 
-def forecast(tok_s: float, source: str = ESTIMATED, comm: dict[str, float] | None = None, **fields: object) -> Forecast:
+def make_forecast(
+    tok_s: float, source: str = ESTIMATED, comm: dict[str, float] | None = None, **fields: object
+) -> Forecast:
     """Return a forecast with a band of 10 %, and 4 % for ratios."""
     return Forecast(
-        point=point(**fields),
+        point=make_point(**fields),
         source=source,
         basis="",
         tok_s=tok_s,
@@ -170,7 +172,7 @@ def compute_step_terms(
 ) -> dict[str, float]:
     """Return the terms of a step of 8 requests of this context, or of a prompt, of DeepSeek-V3 on H200."""
     estimator = Estimator(
-        point(**fields, exchange=exchange), load_machine("H200"), estimate.load_published_steps().terms
+        make_point(**fields, exchange=exchange), load_machine("H200"), estimate.load_published_steps().terms
     )
     rows = (
         StepRows(chunks=((prompt, 0),), sampled=1, tokens=prompt) if prompt else estimator.make_decode_rows(8, context)
@@ -232,7 +234,7 @@ def test_ranks_with_expert_parallelism_wait_for_the_slowest() -> None:
 def test_attention_over_fp8_uses_the_bf16_rate_on_gpus_without_fp8() -> None:
     """An A100 with an fp8 cache has floors and estimates; with fp8 weights it has neither."""
     machine = load_machine("A100")
-    estimator = Estimator(point(kv_dtype="fp8"), machine, estimate.load_published_steps().terms)
+    estimator = Estimator(make_point(kv_dtype="fp8"), machine, estimate.load_published_steps().terms)
     rows = estimator.make_decode_rows(8, 4000)
     found = estimate.compute_terms(estimator.sharding, rows, estimator.rates, estimator.comm_model, "none")
     assert found is not None
@@ -246,7 +248,7 @@ def test_attention_over_fp8_uses_the_bf16_rate_on_gpus_without_fp8() -> None:
     assert slower is not None
     over_fp8 = ("attention over fp8", "attention over fp8, multiplied")
     assert sum(found[name] for name in over_fp8) >= sum(slower[name] for name in over_fp8) > 0
-    fp8 = Estimator(point(weights_dtype="fp8"), machine, estimate.load_published_steps().terms)
+    fp8 = Estimator(make_point(weights_dtype="fp8"), machine, estimate.load_published_steps().terms)
     assert estimate.compute_terms(fp8.sharding, rows, fp8.rates, fp8.comm_model, "none") is None
 
 
@@ -341,7 +343,7 @@ def test_fp8_weights_are_refused_on_a_gpu_without_fp8() -> None:
 
 def test_padding_rows_go_through_the_experts() -> None:
     """Six requests on each of four replicas run as eight: 32 rows instead of 24, and take as long."""
-    estimator = Estimator(point(dp=4, ep="tp"), load_machine("H200"), estimate.load_published_steps().terms)
+    estimator = Estimator(make_point(dp=4, ep="tp"), load_machine("H200"), estimate.load_published_steps().terms)
     six, eight = (estimate.pad_step(estimator.make_decode_rows(n, 4000), 4) for n in (24, 32))
     assert six.tokens == eight.tokens == 32
     assert len(six.decodes) == 8
@@ -355,7 +357,7 @@ def test_layout_determines_the_kinds_of_collectives() -> None:
     machine, shape = load_machine("H200"), load_shape("deepseek-v3")
 
     def list_kinds(**degrees: int) -> set[str]:
-        estimator = Estimator(point(**degrees, exchange="a2a"), machine, estimate.load_published_steps().terms)
+        estimator = Estimator(make_point(**degrees, exchange="a2a"), machine, estimate.load_published_steps().terms)
         assert estimator.sharding.shape == shape
         return set(predict_calls(estimator.sharding, estimator.make_decode_rows(8, 4000), estimator.comm_model, "a2a"))
 
@@ -377,7 +379,7 @@ def test_collectives_have_the_bytes_of_other_ranks_once_per_layer() -> None:
 
     def predict(rows: int, exchange: str, **degrees: int) -> dict[str, CallTime]:
         estimator = Estimator(
-            point(**degrees, exchange=exchange), load_machine("H200"), estimate.load_published_steps().terms
+            make_point(**degrees, exchange=exchange), load_machine("H200"), estimate.load_published_steps().terms
         )
         calls.clear()
         machine = SimpleNamespace(in_step=SimpleNamespace(predict_seconds=record_call))
@@ -403,7 +405,7 @@ def test_collectives_have_the_bytes_of_other_ranks_once_per_layer() -> None:
 def test_stored_prefix_is_gathered_from_the_other_ranks() -> None:
     """Half of 1,000 stored tokens, 1,152 bytes each, are on the other of two ranks."""
     estimator = Estimator(
-        point(tp=2, dcp=2, exchange="a2a"), load_machine("H200"), estimate.load_published_steps().terms
+        make_point(tp=2, dcp=2, exchange="a2a"), load_machine("H200"), estimate.load_published_steps().terms
     )
     calls: list[tuple[object, ...]] = []
     alone = SimpleNamespace(predict_seconds=lambda *call: calls.append(call) or CallTime(mean=1.0, low=0.5, high=2.0))
@@ -416,23 +418,23 @@ def test_errors_of_shared_collectives_cancel_in_a_ratio() -> None:
     """The margin is 4 % for ratios, plus 8 − 5 = 3 % for the same kind of collective, or √(25 + 64) % for different
     kinds.
     """
-    a = forecast(100, comm={"all-reduce": 0.05})
-    assert choosing.compute_margin(a, forecast(90, comm={"all-reduce": 0.08})) == pytest.approx(0.07)
-    assert choosing.compute_margin(a, forecast(90, comm={"a2a": 0.08})) == pytest.approx(
+    a = make_forecast(100, comm={"all-reduce": 0.05})
+    assert choosing.compute_margin(a, make_forecast(90, comm={"all-reduce": 0.08})) == pytest.approx(0.07)
+    assert choosing.compute_margin(a, make_forecast(90, comm={"a2a": 0.08})) == pytest.approx(
         0.04 + (0.05**2 + 0.08**2) ** 0.5
     )
 
 
 def test_record_and_estimate_within_both_bands_are_undecided() -> None:
     """A lead of 15 % is less than 1.1 · 1.1 − 1 = 21 %; an estimate corrected by records only has the 4 % of ratios."""
-    measured, estimated = forecast(115, MEASURED), forecast(100)
+    measured, estimated = make_forecast(115, MEASURED), make_forecast(100)
     assert not choosing.is_ahead(measured, estimated)
     assert choosing.is_ahead(dataclasses.replace(measured, low=115, high=115), apply_factor(estimated, 1.0))
 
 
 def test_price_includes_all_gpus_of_a_layout() -> None:
     """4 GPUs at $3.6 an hour and 1,000 tok/s: 14.4 / 3.6 million tokens is $4 per million."""
-    mean, low, high = choosing.compute_price(3.6, forecast(1000))
+    mean, low, high = choosing.compute_price(3.6, make_forecast(1000))
     assert (round(mean, 6), low < mean < high) == (4.0, True)
 
 
@@ -506,7 +508,7 @@ def test_presets_use_only_documented_flags(name: str, nnodes: int) -> None:
     for layout in layouts:
         for exchange in ("ag_rs", "a2a"):
             for ep, kv, interleave in (("1", "", 1), ("tp", "fp8", stripes)):
-                of = point(
+                of = make_point(
                     tp=layout.tp,
                     dp=layout.dp,
                     dcp=layout.dcp,
@@ -527,7 +529,7 @@ def test_presets_use_only_documented_flags(name: str, nnodes: int) -> None:
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_single_gpu_has_no_flag_of_expert_parallelism(name: str) -> None:
     """vLLM refuses it for models without experts, and one rank holds all experts either way."""
-    one = point(tp=1, ep="tp", weights="unknown")
+    one = make_point(tp=1, ep="tp", weights="unknown")
     assert PRESETS[name].make_command(one, {}, "m", 7) == PRESETS[name].make_command(
         msgspec.structs.replace(one, ep="1"), {}, "m", 7
     )
@@ -548,7 +550,7 @@ def test_options_without_an_engine_flag_raise_usage_error(
     name: str, changes: dict[str, object], lacking: list[str]
 ) -> None:
     """Each option without a flag is named; a layout without DCP has no exchange."""
-    wanted = point(**({"tp": 8, "dcp": 8} | changes))
+    wanted = make_point(**({"tp": 8, "dcp": 8} | changes))
     assert PRESETS[name].find_lacking(wanted) == lacking
     if not lacking:
         assert PRESETS[name].make_command(wanted, {}, "m", 7)
@@ -579,7 +581,7 @@ def test_unsupported_exchange_gets_the_nearest_supported_layout(
 def test_nearest_layout_is_the_fastest_measured_one() -> None:
     """The faster of two measured exchanges is chosen, although no estimate of either was requested."""
     best, slower, faster = (
-        forecast(tok_s, MEASURED, tp=4, dcp=4, exchange=exchange)
+        make_forecast(tok_s, MEASURED, tp=4, dcp=4, exchange=exchange)
         for tok_s, exchange in ((500, "symm"), (400, "ag_rs"), (450, "a2a"))
     )
     load = advise.Choice(
@@ -926,7 +928,7 @@ def apply_advice(words: str, advice: str) -> list[str]:
 def test_refusal_names_the_layout_once_if_nothing_fits() -> None:
     """Nothing is suggested for layouts that fit and have no forecast."""
     large = advise.Refusal(advise.LACKS_MEMORY, "its weights are large")
-    small = dataclasses.replace(choice(), refused={"tp8": large}, instead=["--x"])
+    small = dataclasses.replace(make_choice(), refused={"tp8": large}, instead=["--x"])
     assert answer_formats.format_answer(make_query("H200"), [small]).endswith(
         "can be recommended: tp8: its weights are large; give --x."
     )
@@ -954,7 +956,7 @@ def test_kv_memory_too_small_for_a_step_is_refused_like_in_sweep(
     fits = {row["layout"].partition(" ")[0].partition("·ep")[0] for row in load["rows"] if row["fits"]}
     settings = dataclasses.replace(make_query("H200"), kv_memory="8.6GiB").settings
     for layout in list_valid_layouts(load_shape("deepseek-v3"), 8):
-        planned = point(tp=8, dp=layout.dp, dcp=layout.dcp, context=32000, weights_dtype="fp8")
+        planned = make_point(tp=8, dp=layout.dp, dcp=layout.dcp, context=32000, weights_dtype="fp8")
         shortage = find_shortage(planned, settings, load_shape("deepseek-v3"), make_planned_probe("H200", 8))
         assert (str(layout) in fits) == (shortage is None)
         for name in [f"{layout}·ep1", f"{layout}·ep8"] if layout.dp > 1 else [str(layout)]:
@@ -995,7 +997,7 @@ def test_options_of_served_loads_are_refused_for_decode_steps(capsys: pytest.Cap
 
 def test_unknown_latency_misses_its_objective() -> None:
     """An unknown latency is given no figure."""
-    known = dataclasses.replace(forecast(100), itl_ms=Percentiles(p50=20.0))
+    known = dataclasses.replace(make_forecast(100), itl_ms=Percentiles(p50=20.0))
     assert known.list_missed({"itl": 30.0}) == []
     assert known.list_missed({"itl": 10.0, "ttft": 1e9}) == ["ITL p50 20 ms", "TTFT, which is not known"]
 
@@ -1004,12 +1006,12 @@ def test_bands_are_at_least_as_wide_as_launches_differ() -> None:
     """A record with samples that scatter by 0.1 % gets the 2 % between launches in the table, the price and JSON; a
     wider band is kept.
     """
-    measured = dataclasses.replace(forecast(1000, MEASURED), low=999.0, high=1001.0)
+    measured = dataclasses.replace(make_forecast(1000, MEASURED), low=999.0, high=1001.0)
     low, high = 1000 / (1 + REPEATS_AGREE_WITHIN), 1000 * (1 + REPEATS_AGREE_WITHIN)
     assert measured.output_bounds_tok_s == (low, high)
-    assert forecast(1000).output_bounds_tok_s == (forecast(1000).low, forecast(1000).high)
+    assert make_forecast(1000).output_bounds_tok_s == (make_forecast(1000).low, make_forecast(1000).high)
     priced = dataclasses.replace(make_query("H200"), price=3.6)
-    one = dataclasses.replace(choice(1000), forecasts=[measured])
+    one = dataclasses.replace(make_choice(1000), forecasts=[measured])
     assert choosing.compute_price(3.6, measured) == pytest.approx(
         (4.0, 4.0 / (1 + REPEATS_AGREE_WITHIN), 4.0 * (1 + REPEATS_AGREE_WITHIN))
     )
@@ -1029,12 +1031,16 @@ def test_picture_marks_estimates_and_names_layouts_like_the_table(
     figures: list[Figure] = []
     monkeypatch.setattr("dcpbench.show.figure_style.save_figure", lambda figure, *_: figures.append(figure))
     loads = [
-        [forecast(800, MEASURED), forecast(700, dcp=4, exchange="a2a"), forecast(500, "replayed", dp=2, ep="1")],
-        [forecast(900, MEASURED), forecast(800, dcp=4, exchange="symm"), forecast(600, dp=2, ep="1")],
-        [forecast(950, MEASURED), forecast(850, dcp=4, exchange="symm")],
+        [
+            make_forecast(800, MEASURED),
+            make_forecast(700, dcp=4, exchange="a2a"),
+            make_forecast(500, "replayed", dp=2, ep="1"),
+        ],
+        [make_forecast(900, MEASURED), make_forecast(800, dcp=4, exchange="symm"), make_forecast(600, dp=2, ep="1")],
+        [make_forecast(950, MEASURED), make_forecast(850, dcp=4, exchange="symm")],
     ]
     choices = [
-        dataclasses.replace(choice(), requests=str(n), concurrency=n, forecasts=forecasts)
+        dataclasses.replace(make_choice(), requests=str(n), concurrency=n, forecasts=forecasts)
         for n, forecasts in zip((8, 16, 32), loads, strict=True)
     ]
     answer_formats.draw_picture(make_query("H200"), choices, tmp_path / "x.png")
@@ -1060,7 +1066,9 @@ def test_picture_of_open_loops_is_over_the_request_rate(tmp_path: Path, monkeypa
     figures: list[Figure] = []
     monkeypatch.setattr("dcpbench.show.figure_style.save_figure", lambda figure, *_: figures.append(figure))
     loads = [load(arrival="gamma", request_rate=rate) for rate in (0.5, 1.5)] + [load()]
-    choices = [dataclasses.replace(choice(), forecasts=[forecast(800, workload="serve", load=of)]) for of in loads]
+    choices = [
+        dataclasses.replace(make_choice(), forecasts=[make_forecast(800, workload="serve", load=of)]) for of in loads
+    ]
     answer_formats.draw_picture(make_query("H200"), choices, tmp_path / "x.png")
     rates, clients = figures[0].axes
     assert [label.get_text() for label in rates.get_xticklabels()] == ["0.5", "1.5"]
@@ -1077,14 +1085,14 @@ def test_request_rate_is_compared_once(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_lead_without_a_difference_has_no_sign() -> None:
-    details = answer_formats.format_details(make_query("H200"), choice(200, 400.00001))
+    details = answer_formats.format_details(make_query("H200"), make_choice(200, 400.00001))
     assert "the next layout, tp4, by 0 % ± " in details[1]
 
 
 def test_answer_names_layouts_that_could_not_be_judged() -> None:
     """The answer itself names them, as a reader of its first sentence would take them for worse."""
     unknown, large = advise.Refusal(advise.OTHER, "no call was measured."), advise.Refusal(advise.LACKS_MEMORY, "large")
-    known = dataclasses.replace(choice(100.0), refused={"tp8": unknown, "tp2": large})
+    known = dataclasses.replace(make_choice(100.0), refused={"tp8": unknown, "tp2": large})
     assert answer_formats.format_answer(make_query("H200"), [known]).endswith(
         " tp8 could not be judged at every load (reasons below)."
     )
@@ -1094,7 +1102,7 @@ def test_answer_names_layouts_that_could_not_be_judged() -> None:
     )
     fits = dataclasses.replace(known, refused={"tp8": large, "tp2": large})
     assert "judged" not in answer_formats.format_answer(make_query("H200"), [fits])
-    points = {"tp8": point(tp=8), "tp2": point(tp=2)}
+    points = {"tp8": make_point(tp=8), "tp2": make_point(tp=2)}
     rows = format_rows(make_query("H200"), dataclasses.replace(known, refused_points=points))
     assert [row["fits"] for row in rows] == ["yes", "not judged", "no"]
 
@@ -1122,7 +1130,7 @@ def test_published_terms_name_their_sources() -> None:
 
 def load(**given: object) -> PointLoad:
     """Return a closed loop of 16 requests, 1,000 tokens in and 20 out."""
-    return serve_record_builder.load(**({"requests": 16, "input_tokens": "1000", "output_tokens": "20"} | given))
+    return serve_record_builder.make_load(**({"requests": 16, "input_tokens": "1000", "output_tokens": "20"} | given))
 
 
 @pytest.mark.parametrize(
@@ -1144,7 +1152,7 @@ def test_record_counts_for_the_same_layout_under_the_same_load(
     recorded: dict[str, object], wanted: dict[str, object], same: bool
 ) -> None:
     """A decode point is no served load, and the seed of a load does not matter."""
-    assert advise._is_same_load(point(**recorded), point(**wanted)) is same
+    assert advise._is_same_load(make_point(**recorded), make_point(**wanted)) is same
 
 
 def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advise.Choice:
@@ -1152,7 +1160,7 @@ def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advis
     path = step_times_builder.make_path(
         model="deepseek-v3", tp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="none"
     )
-    times = step_times_builder.step_times(path=path)
+    times = step_times_builder.make_step_times(path=path)
     query = dataclasses.replace(make_query("H200"), cycled=True)
     steps = estimate.load_published_steps()
     tp4 = [Layout(4)]
@@ -1209,7 +1217,7 @@ def test_clients_in_lock_step_are_named(changed: list[dict[str, object]], warnin
 )
 def test_answer_warns_that_lock_step_favours_attention_dp(dp: int, output_tokens: str, warns: bool) -> None:
     query = dataclasses.replace(make_query("H200"), loads=((8, 1020, load(requests=100, output_tokens=output_tokens)),))
-    best = forecast(100)
+    best = make_forecast(100)
     best = dataclasses.replace(best, point=msgspec.structs.replace(best.point, dp=dp))
     choice = advise.Choice(
         requests="8", unit="clients", lengths="1,020", concurrency=8, forecasts=[best], misses={}, refused={}
@@ -1227,8 +1235,10 @@ def test_load_beyond_the_step_times_is_estimated_from_floors() -> None:
     assert choice.short["tp4"].startswith("times.json: no step time is known")
     unknowns = answer_formats.list_unknowns(make_query("H200"), [choice], estimate.load_published_steps())
     assert any(text.startswith(f"tp4 at {choice.name} is estimated: times.json: ") for text in unknowns)
-    times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
-    served = point(concurrency=1, context=100_020, load=load(input_tokens="100000", requests=2))
+    times = step_times_builder.make_step_times(
+        path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16")
+    )
+    served = make_point(concurrency=1, context=100_020, load=load(input_tokens="100000", requests=2))
     reason = advise._replay_point(make_query("H200"), served, "times.json", times)
     assert isinstance(reason, str)
     assert reason.startswith("times.json: ")
@@ -1237,15 +1247,19 @@ def test_load_beyond_the_step_times_is_estimated_from_floors() -> None:
 @pytest.mark.parametrize("other", [{"tp": 8}, {"dcp": 4}, {"load": None}])
 def test_step_times_of_another_layout_are_not_used(other: dict[str, object]) -> None:
     """Step times do not forecast a decode point either."""
-    times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
-    served = point(**({"load": load(), "context": 1020} | other))
+    times = step_times_builder.make_step_times(
+        path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16")
+    )
+    served = make_point(**({"load": load(), "context": 1020} | other))
     assert advise._replay_point(make_query("H200"), served, "times.json", times) is None
 
 
 def test_long_replay_reports_its_number_of_steps() -> None:
     """20 consecutive requests of 20 tokens are at least 400 steps; progress is reported every 250 steps."""
-    times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
-    served = point(concurrency=1, context=1020, load=load(requests=20))
+    times = step_times_builder.make_step_times(
+        path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16")
+    )
+    served = make_point(concurrency=1, context=1020, load=load(requests=20))
     messages: list[str] = []
     assert isinstance(advise._replay_point(make_query("H200"), served, "times.json", times, messages.append), Forecast)
     assert messages[0] == "step 250"
@@ -1274,7 +1288,7 @@ def test_step_times_of_another_query_are_left_out_with_a_reason(
     of = step_times_builder.make_path(
         **({"model": "deepseek-v3", "tp": 4, "dtype": "bf16", "backend": "flashinfer"} | path)
     )
-    times = step_times_builder.step_times(path=of, device=device)
+    times = step_times_builder.make_step_times(path=of, device=device)
     query = dataclasses.replace(make_query("H200"), loads=loads)
     kept, notes = advise._select_step_times(query, advise.Evidence(times={"times.json": times}))
     assert list(kept) == ([] if reason else ["times.json"])
@@ -1284,7 +1298,7 @@ def test_step_times_of_another_query_are_left_out_with_a_reason(
 def test_correction_scales_rate_and_latencies() -> None:
     """Steps that ran twice as fast give twice the output and half of every latency; unknown percentiles stay unknown."""
     known = {f"{name}_ms": Percentiles(p50=80.0, p99=100.0) for name in ("ttft", "itl", "tpot", "e2el")}
-    found = apply_factor(dataclasses.replace(forecast(100), **known), 2.0)  # type: ignore[arg-type]
+    found = apply_factor(dataclasses.replace(make_forecast(100), **known), 2.0)  # type: ignore[arg-type]
     assert (found.tok_s, found.factor, found.origin) == (200, 2.0, "estimated, corrected")
     for name in known:
         assert getattr(found, name) == Percentiles(p50=40.0, p99=50.0)
@@ -1292,7 +1306,7 @@ def test_correction_scales_rate_and_latencies() -> None:
 
 def test_correction_is_named_with_its_factor() -> None:
     """The table's last column and a sentence name it, for users who do not read the JSON."""
-    corrected = dataclasses.replace(choice(200, 320), forecasts=[apply_factor(forecast(200, tp=2), 0.5)])
+    corrected = dataclasses.replace(make_choice(200, 320), forecasts=[apply_factor(make_forecast(200, tp=2), 0.5)])
     assert format_rows(make_query("H200"), corrected)[0]["evidence"] == "estimated, corrected"
     (text,) = [
         t
@@ -1311,9 +1325,9 @@ def test_columns_of_numbers_name_their_units() -> None:
     assert {"tok/s", "tok/s per GPU", "ITL p50 ms", "TTFT p50 s", "weights GiB/GPU", "$/M output tokens"} <= set(named)
 
 
-def choice(*tok_s: float, slo: bool = True) -> advise.Choice:
+def make_choice(*tok_s: float, slo: bool = True) -> advise.Choice:
     """Return a load under which layouts of 2, 4, … GPUs have these rates."""
-    forecasts = [forecast(rate, tp=2 * (n + 1)) for n, rate in enumerate(tok_s)]
+    forecasts = [make_forecast(rate, tp=2 * (n + 1)) for n, rate in enumerate(tok_s)]
     misses = {} if slo else {f.label: ["ITL p99 90 ms"] for f in forecasts}
     return advise.Choice(
         requests="8", unit="requests", lengths="4,000", concurrency=8, forecasts=forecasts, misses=misses, refused={}
@@ -1336,22 +1350,28 @@ def test_name_of_a_load_has_the_unit_of_its_number(concurrency: int, load_of: Po
 
 def test_loads_with_one_answer_are_a_range_with_one_unit() -> None:
     """The unit stands behind the last number."""
-    loads = [dataclasses.replace(choice(320, 200), requests=n, unit="clients") for n in ("8", "32")]
+    loads = [dataclasses.replace(make_choice(320, 200), requests=n, unit="clients") for n in ("8", "32")]
     assert answer_formats.format_answer(make_query("H200"), loads).startswith("4 × H200: at 8 to 32 clients × 4,000, ")
 
 
 @pytest.mark.parametrize(
     ("choice", "answer"),
     [
-        (choice(200), "take tp2"),
-        (choice(200, 399), "tp2 or tp4, between which only a measurement decides"),
-        (choice(200, 400, 600), "tp2 or tp4 (1 more is level with both), between which only a measurement decides"),
+        (make_choice(200), "take tp2"),
+        (make_choice(200, 399), "tp2 or tp4, between which only a measurement decides"),
         (
-            choice(200, 400, 600, 800),
+            make_choice(200, 400, 600),
+            "tp2 or tp4 (1 more is level with both), between which only a measurement decides",
+        ),
+        (
+            make_choice(200, 400, 600, 800),
             "tp2 or tp4 (2 more are level with both), between which only a measurement decides",
         ),
-        (choice(200, slo=False), "no layout meets the SLO; most output has tp2"),
-        (choice(200, 400, 600, 800, 1000, slo=False), "no layout meets the SLO; most output has tp2, tp4, tp6 or tp8"),
+        (make_choice(200, slo=False), "no layout meets the SLO; most output has tp2"),
+        (
+            make_choice(200, 400, 600, 800, 1000, slo=False),
+            "no layout meets the SLO; most output has tp2, tp4, tp6 or tp8",
+        ),
     ],
     ids=["one", "two", "three", "four", "missed", "five missed"],
 )
@@ -1370,7 +1390,7 @@ def format_rows(query: advise.Query, choice: advise.Choice) -> list[dict[str, st
 
 def test_lead_of_the_best_layout_is_given_with_its_margin() -> None:
     """100 tok/s per GPU against 80 is 25 % more, with a margin of 4 %."""
-    found = choice(200, 320)
+    found = make_choice(200, 320)
     assert [row["layout"] for row in format_rows(make_query("H200"), found)] == ["→ tp2", "tp4"]
     assert (
         answer_formats.format_details(make_query("H200"), found)[1]
@@ -1387,8 +1407,8 @@ def test_lead_of_the_best_layout_is_given_with_its_margin() -> None:
     ids=["ahead", "level"],
 )  # fmt: skip
 def test_gain_of_dcp_is_given_where_it_is_clearly_ahead(rates: tuple[float, float], sentence: str) -> None:
-    plain, dcp = (forecast(rate, tp=4, dcp=degree) for rate, degree in zip(rates, (1, 4), strict=True))
-    found = dataclasses.replace(choice(200), forecasts=[plain, dcp])
+    plain, dcp = (make_forecast(rate, tp=4, dcp=degree) for rate, degree in zip(rates, (1, 4), strict=True))
+    found = dataclasses.replace(make_choice(200), forecasts=[plain, dcp])
     assert answer_formats.format_break_even([found]) == sentence
 
 
@@ -1417,7 +1437,7 @@ def capacity(requests: int) -> Capacity:
 )
 def test_kv_headroom_breaks_ties(held: tuple[int, ...], order: list[str], answer: str) -> None:
     """tp2 and tp4 are level, tp6 is clearly behind; with 8 clients, capacity for more than 16 requests breaks no tie."""
-    found = choice(200, 399, 450)
+    found = make_choice(200, 399, 450)
     capacities = {f.label: capacity(n) for f, n in zip(found.forecasts, held, strict=True)}
     found = dataclasses.replace(found, capacities=capacities)
     assert [row["layout"] for row in format_rows(make_query("H200"), found)] == order
@@ -1435,19 +1455,21 @@ def test_kv_headroom_breaks_ties(held: tuple[int, ...], order: list[str], answer
 )
 def test_more_kv_capacity_is_not_worth_a_large_share_of_output(rate: float, answer: str) -> None:
     """tp4 holds more and has 3 or 10 % less output per GPU, with an error of 24 %."""
-    forecasts = [forecast(200.0, tp=2), forecast(rate, tp=4, comm={"all-reduce": 0.2})]
+    forecasts = [make_forecast(200.0, tp=2), make_forecast(rate, tp=4, comm={"all-reduce": 0.2})]
     capacities = {f.label: capacity(n) for f, n in zip(forecasts, (9, 15), strict=True)}
-    found = dataclasses.replace(choice(200), forecasts=forecasts, capacities=capacities)
+    found = dataclasses.replace(make_choice(200), forecasts=forecasts, capacities=capacities)
     assert answer in answer_formats.format_answer(make_query("H200"), [found])
     assert [f.label for f in found.ranked] == (["tp4", "tp2"] if found.decided else ["tp2", "tp4"])
 
 
 def test_kv_capacity_below_the_load_is_shown_in_the_table() -> None:
-    found = dataclasses.replace(choice(200), capacities={"tp2": capacity(5)})
+    found = dataclasses.replace(make_choice(200), capacities={"tp2": capacity(5)})
     assert format_rows(make_query("H200"), found)[0]["fits"] == "5 of 8 at once"
     short = Capacity(weight_bytes=1, missing_bytes=3 << 30)
     refused = {"tp8": advise.Refusal(advise.NO_WHOLE_MODEL, "large")}
-    found = dataclasses.replace(found, refused=refused, refused_points={"tp8": point(tp=8)}, capacities={"tp8": short})
+    found = dataclasses.replace(
+        found, refused=refused, refused_points={"tp8": make_point(tp=8)}, capacities={"tp8": short}
+    )
     assert format_rows(make_query("H200"), found)[1]["fits"] == "no, 3.0 GiB short"
 
 
@@ -1456,7 +1478,7 @@ def test_suggested_ab_command_is_accepted(capsys: pytest.CaptureFixture[str]) ->
     served = msgspec.structs.replace(load(requests=64), chunk=8192)
     for more in ({"context": 4000}, {"context": 1020, "load": served, "workload": "serve"}):
         one, other = (
-            point(tp=8, weights_dtype="fp8", **more, **changes)
+            make_point(tp=8, weights_dtype="fp8", **more, **changes)
             for changes in ({"dcp": 8, "exchange": "a2a"}, {"dp": 8})
         )
         suggested = advise.format_ab_command(dataclasses.replace(make_query("H200"), weights_dtype="fp8"), one, other)
@@ -1473,7 +1495,7 @@ def test_suggested_server_command_is_accepted(capsys: pytest.CaptureFixture[str]
     (tmp_path / "config.json").write_text("{}")
     served = msgspec.structs.replace(load(requests=64), chunk=8192)
     for more in ({"context": 4000}, {"context": 1020, "load": served, "workload": "serve"}):
-        one, other = (point(tp=8, weights_dtype="nvfp4", **more, dcp=dcp, exchange="a2a") for dcp in (4, 8))
+        one, other = (make_point(tp=8, weights_dtype="nvfp4", **more, dcp=dcp, exchange="a2a") for dcp in (4, 8))
         suggested = advise.format_server_command(one, other).replace("CHECKPOINT", str(tmp_path))
         with pytest.raises(SystemExit) as ended:
             main([*shlex.split(suggested)[1:], "--dry-run"])
@@ -1486,7 +1508,7 @@ def test_suggested_server_command_is_accepted(capsys: pytest.CaptureFixture[str]
 def test_estimates_of_several_processes_equal_those_of_one(killed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The results are in the order of the points; if a process dies, this one takes over."""
     messages: list[str] = []
-    points = [point(tp=tp) for tp in (1, 2, 4, 8)]
+    points = [make_point(tp=tp) for tp in (1, 2, 4, 8)]
     own = os.getpid()
 
     def run(one: Point, _: object) -> str:
@@ -1502,10 +1524,10 @@ def test_estimates_of_several_processes_equal_those_of_one(killed: int, monkeypa
 def test_one_launch_of_a_server_is_undecided() -> None:
     """10 % more output is undecided if no two launches of the server are known, and decided if launches differ by 3 %."""
     single = [
-        dataclasses.replace(forecast(tok_s, MEASURED, dcp=dcp), low=tok_s, high=tok_s, launch_spread=None)
+        dataclasses.replace(make_forecast(tok_s, MEASURED, dcp=dcp), low=tok_s, high=tok_s, launch_spread=None)
         for tok_s, dcp in ((1100, 4), (1000, 1))
     ]
-    undecided = dataclasses.replace(choice(1), forecasts=single)
+    undecided = dataclasses.replace(make_choice(1), forecasts=single)
     assert math.isinf(choosing.compute_margin(*single))
     assert len(undecided.level) == 2
     assert not undecided.decided
@@ -1547,7 +1569,7 @@ def test_served_load_is_scored_with_its_latencies() -> None:
 
 def test_margin_of_record_and_estimate_includes_both_bands() -> None:
     """Bands of 10 % below one and above the other give 21 %; two records have at least the difference of repeats."""
-    measured, expected = forecast(100, "measured"), forecast(90)
+    measured, expected = make_forecast(100, "measured"), make_forecast(90)
     assert choosing.compute_margin(measured, expected) == pytest.approx(0.21)
     exact = dataclasses.replace(measured, low=100.0, high=100.0)
     assert choosing.compute_margin(exact, exact) == REPEATS_AGREE_WITHIN
@@ -1556,7 +1578,9 @@ def test_margin_of_record_and_estimate_includes_both_bands() -> None:
 def test_folder_of_runs_is_read_as_its_runs(tmp_path: Path) -> None:
     """`compare` reads folders in the same way; a folder without any run and an empty run are errors with a suggestion."""
     for name in ("a", "b"):
-        record_builder.write(tmp_path / "runs" / name, [record_builder.ok(record_builder.point())])
+        record_builder.write_records(
+            tmp_path / "runs" / name, [record_builder.make_ok_record(record_builder.make_point())]
+        )
     found = command._load_evidence([tmp_path / "runs", tmp_path / "runs" / "b"])
     assert [run.folder.name for run in found.runs] == ["a", "b"]
     (tmp_path / "empty").mkdir()
@@ -1570,7 +1594,7 @@ def test_folder_of_runs_is_read_as_its_runs(tmp_path: Path) -> None:
 def test_met_objectives_are_named_with_their_percentile() -> None:
     """ITL has samples for p90, TTFT only for p50: the table and the JSON state both."""
     itl, ttft = Percentiles(p50=20.0, p90=25.0, samples=100), Percentiles(p50=900.0, samples=8)
-    best = dataclasses.replace(forecast(1000.0), itl_ms=itl, ttft_ms=ttft)
+    best = dataclasses.replace(make_forecast(1000.0), itl_ms=itl, ttft_ms=ttft)
     query = dataclasses.replace(make_query("H200"), slo={"ttft": 2000.0, "itl": 30.0}, loads=((32, 4000, None),))
     choice = advise.Choice(
         requests="32", unit="requests", lengths="4,000 tokens", concurrency=32, forecasts=[best], misses={}, refused={}
@@ -1587,7 +1611,7 @@ def test_met_objectives_are_named_with_their_percentile() -> None:
 def test_forecasts_of_several_layouts_share_their_requests() -> None:
     """The requests of a load are drawn once for all layouts; another load has other requests."""
     load = PointLoad(mode="replay", requests=4, input_tokens="100", output_tokens="8", chunk=8192, prefill="flashinfer")
-    one, other = (point(tp=4, dcp=dcp, workload="serve", load=load) for dcp in (1, 4))
+    one, other = (make_point(tp=4, dcp=dcp, workload="serve", load=load) for dcp in (1, 4))
     first, again = (make_point_requests(each, Settings(), 1000) for each in (one, other))
     assert all(a is b for a, b in zip(first, again, strict=True))
     longer = msgspec.structs.replace(one, load=msgspec.structs.replace(load, input_tokens="200"))
@@ -1636,7 +1660,7 @@ def test_table_fits_into_a_terminal_without_breaking_a_number(width: int) -> Non
 @pytest.mark.parametrize(("dcp", "ep", "routing"), [(1, "tp", ""), (4, "tp", ""), (8, "1", ""), (1, "tp", "zipf:1.0")])
 def test_step_of_more_requests_is_never_estimated_faster(model: str, dcp: int, ep: str, routing: str) -> None:
     """Collectives of 8 ranks were measured faster with 24 rows than with 16, and whole experts of a rank go up in jumps."""
-    one = point(model=model, tp=8, dcp=dcp, ep=ep, exchange="a2a" if dcp > 1 else "none", routing=routing)
+    one = make_point(model=model, tp=8, dcp=dcp, ep=ep, exchange="a2a" if dcp > 1 else "none", routing=routing)
     found = Estimator(one, load_machine("H200"), estimate.load_published_steps().terms)
     times = [found.estimate_ms(found.make_decode_rows(n, 4000)) for n in (*range(1, 131), 512, 513, 600)]
     assert times == sorted(times)

@@ -17,7 +17,7 @@ from dcpbench.records.record import Environment
 from dcpbench.serving.engine_cases import EngineExtent, make_engine_cases
 from dcpbench.serving.step_times import EngineServer, MeasuredCase, StepTimes, get_engine_path
 from tests.unit import serve_record_builder
-from tests.unit.step_times_builder import HONESTY, true_ms
+from tests.unit.step_times_builder import CONDITIONS, compute_true_ms
 from tests.unit.test_recommend import choose_one, load, make_query
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ ENGINE = EngineServer(
 )
 
 
-def server_point(model: str = "deepseek-ai/DeepSeek-V3", **precision: str) -> Point:
+def make_server_point(model: str = "deepseek-ai/DeepSeek-V3", **precision: str) -> Point:
     """Return a served point of a vLLM server on tp4."""
     wanted = load()
     fields = {name: value for name, value in msgspec.structs.asdict(wanted).items() if name in Load.__struct_fields__}
@@ -44,15 +44,15 @@ def server_point(model: str = "deepseek-ai/DeepSeek-V3", **precision: str) -> Po
     )
 
 
-def server_times(point: Point, layers: int = 0) -> StepTimes:
+def make_server_times(point: Point, layers: int = 0) -> StepTimes:
     """Return step times of the server of a point."""
     cases = make_engine_cases(EngineExtent.from_points([point], ENGINE))
     return StepTimes(
         path=get_engine_path(point),
-        cases=[MeasuredCase(case=case, samples_ms=[true_ms(case.compute_work())]) for case in cases],
+        cases=[MeasuredCase(case=case, samples_ms=[compute_true_ms(case.compute_work())]) for case in cases],
         launch_ms=0.0,
         measuring_s=1.0,
-        conditions=msgspec.structs.replace(HONESTY, layers=layers, layers_held=layers),
+        conditions=msgspec.structs.replace(CONDITIONS, layers=layers, layers_held=layers),
         environment=Environment(device="NVIDIA H200", device_count=4),
         engine=ENGINE,
     )
@@ -68,7 +68,7 @@ def choose(times: StepTimes) -> tuple[advise.Choice, list[str]]:
 
 @pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-ai/DeepSeek-V3", "/models/DeepSeek-V3"])
 def test_step_times_of_a_server_are_replayed_with_its_policy(model: str) -> None:
-    choice, notes = choose(server_times(server_point(model)))
+    choice, notes = choose(make_server_times(make_server_point(model)))
     (found,) = choice.forecasts
     assert (found.source, found.engine, found.basis) == ("replayed", "vLLM 0.26.0", "vllm.json")
     assert found.origin == "replayed, vLLM 0.26.0"
@@ -85,9 +85,15 @@ def test_step_times_of_a_server_are_replayed_with_its_policy(model: str) -> None
 @pytest.mark.parametrize(
     ("times", "reason"),
     [
-        (server_times(server_point(), layers=8), "step times of 8 of the 61 layers of deepseek-v3"),
-        (server_times(server_point("DeepSeek-V2-Lite")), "step times of DeepSeek-V2-Lite, not of deepseek-v3"),
-        (server_times(server_point(dtype="bf16", weights_dtype="fp8")), "step times of --weights-dtype fp8, not bf16"),
+        (make_server_times(make_server_point(), layers=8), "step times of 8 of the 61 layers of deepseek-v3"),
+        (
+            make_server_times(make_server_point("DeepSeek-V2-Lite")),
+            "step times of DeepSeek-V2-Lite, not of deepseek-v3",
+        ),
+        (
+            make_server_times(make_server_point(dtype="bf16", weights_dtype="fp8")),
+            "step times of --weights-dtype fp8, not bf16",
+        ),
     ],
     ids=["fewer layers", "another model", "another precision"],
 )
@@ -98,14 +104,14 @@ def test_step_times_of_another_model_are_left_out_with_a_reason(times: StepTimes
 
 
 def test_step_times_of_all_layers_are_used() -> None:
-    choice, _ = choose(server_times(server_point(), layers=61))
+    choice, _ = choose(make_server_times(make_server_point(), layers=61))
     assert [f.engine for f in choice.forecasts] == ["vLLM 0.26.0"]
 
 
 def test_record_of_a_server_counts_and_names_its_engine() -> None:
     """The chunk size of a server is the engine's own, which no record contains."""
-    point = server_point("deepseek-v3")
-    served = serve_record_builder.served(serve_record_builder.point(Layout(4)))
+    point = make_server_point("deepseek-v3")
+    served = serve_record_builder.make_served_record(serve_record_builder.make_point(Layout(4)))
     record = msgspec.structs.replace(served, point=point, origin="engine vllm 0.26.0")
     assert record.environment is not None
     record = msgspec.structs.replace(
@@ -121,7 +127,7 @@ def test_record_of_a_server_counts_and_names_its_engine() -> None:
 
 
 def test_answer_names_each_of_several_engines() -> None:
-    (vllm,) = choose(server_times(server_point()))[0].forecasts
+    (vllm,) = choose(make_server_times(make_server_point()))[0].forecasts
     own: Forecast = dataclasses.replace(vllm, engine="")
     text = answer_formats.describe_engines([vllm, own])
     assert "vLLM 0.26.0 and dcpbench's engine" in text

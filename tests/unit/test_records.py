@@ -75,7 +75,9 @@ def test_run_with_a_removed_option_is_refused_with_a_message(folder: Path) -> No
 @pytest.mark.parametrize("place", [["point"], ["point", "load"]])
 def test_point_with_an_unknown_option_is_refused(tmp_path: Path, place: list[str]) -> None:
     """A later dcpbench may write one."""
-    line = msgspec.json.decode(msgspec.json.encode(serve.served(serve.point()) if "load" in place else FULL))
+    line = msgspec.json.decode(
+        msgspec.json.encode(serve.make_served_record(serve.make_point()) if "load" in place else FULL)
+    )
     inner = line
     for name in place:
         inner = inner[name]
@@ -176,8 +178,10 @@ class TestPowerCut:
 
 
 EVERYTHING = msgspec.structs.replace(
-    build.ok(build.point(Layout(4, 1, 4)), steps=9, reason="a reason", detail={"log": "last lines\nof JOB*"}),
-    serve=serve.served(serve.point(Layout(4, 1, 4))).serve,
+    build.make_ok_record(
+        build.make_point(Layout(4, 1, 4)), steps=9, reason="a reason", detail={"log": "last lines\nof JOB*"}
+    ),
+    serve=serve.make_served_record(serve.make_point(Layout(4, 1, 4))).serve,
     choice=Choice(backend="triton", exchange="symm", candidates=[Candidate(backend="triton", exchange="symm")]),
 )
 """A record with each of its parts, and letters that are one bit away from a newline."""

@@ -46,14 +46,14 @@ SERVER = Server(
     ),
     facts={"command": "vllm serve m", "block_size": "16"},
 )
-PLAIN = serve_build.served(serve_build.point())
+PLAIN = serve_build.make_served_record(serve_build.make_point())
 assert PLAIN.serve is not None
 TURNS = [TurnMetrics(turn=1, requests=8, input_tokens=400, cached_tokens=16, ttft_ms=PLAIN.serve.ttft_ms)]
 SERVED = msgspec.structs.replace(
     PLAIN, server=SERVER, origin="engine vllm 0.32.0", serve=msgspec.structs.replace(PLAIN.serve, turns=TURNS)
 )
-DECODED = build.ok(build.point(Layout(4, 1, 4)), steps=9)
-LOST = build.failed(build.point(Layout(2)))
+DECODED = build.make_ok_record(build.make_point(Layout(4, 1, 4)), steps=9)
+LOST = build.make_failed_record(build.make_point(Layout(2)))
 HOSTILE = st.one_of(
     st.integers(),
     st.sampled_from([-99, -1, 0, 10**15, 10**16, 10**26, -(10**26), 2**63, 2**64, 10**400, 7 * 10**307]),
@@ -63,35 +63,37 @@ HOSTILE = st.one_of(
 TEXTS = st.one_of(st.text(), st.sampled_from(["\ud800", "a\udcff", "\0", "\x1b[2J", '"', "\u2028", "x" * 10_000]))
 
 
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def iter_leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield every number and text of a record except those of its point, each with its path."""
     if isinstance(value, msgspec.Struct):
         for name in value.__struct_fields__:
             if (*path, name) not in (("point",), ("outcome",), ("schema_version",)):
-                yield from leaves(getattr(value, name), (*path, name))
+                yield from iter_leaves(getattr(value, name), (*path, name))
     elif isinstance(value, dict):
         for name, item in value.items():
-            yield from leaves(item, (*path, name))
+            yield from iter_leaves(item, (*path, name))
     elif isinstance(value, list):
         for place, item in enumerate(value):
-            yield from leaves(item, (*path, place))
+            yield from iter_leaves(item, (*path, place))
     elif isinstance(value, int | float | str) and not isinstance(value, bool):
         yield path, value
 
 
-def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+def replace_leaf(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     """Return the value with another one at this path."""
     if not path:
         return new
     first, *rest = path
     if isinstance(value, msgspec.Struct):
-        return msgspec.structs.replace(value, **{first: changed(getattr(value, first), tuple(rest), new)})
+        return msgspec.structs.replace(value, **{first: replace_leaf(getattr(value, first), tuple(rest), new)})
     if isinstance(value, dict):
-        return {**value, first: changed(value[first], tuple(rest), new)}
-    return [changed(item, tuple(rest), new) if place == first else item for place, item in enumerate(value)]
+        return {**value, first: replace_leaf(value[first], tuple(rest), new)}
+    return [replace_leaf(item, tuple(rest), new) if place == first else item for place, item in enumerate(value)]
 
 
-PLACES = {name: list(leaves(record)) for name, record in (("served", SERVED), ("decoded", DECODED), ("failed", LOST))}
+PLACES = {
+    name: list(iter_leaves(record)) for name, record in (("served", SERVED), ("decoded", DECODED), ("failed", LOST))
+}
 RECORDS = {"served": SERVED, "decoded": DECODED, "failed": LOST}
 
 
@@ -106,7 +108,7 @@ def test_records_with_hostile_values_can_be_read(data: st.DataObject, tmp_path_f
     for place in data.draw(st.lists(st.integers(0, len(PLACES[name]) - 1), min_size=1, max_size=4, unique=True)):
         path, old = PLACES[name][place]
         replaced[path] = data.draw(TEXTS if isinstance(old, str) else HOSTILE)
-        record = changed(record, path, replaced[path])
+        record = replace_leaf(record, path, replaced[path])
     folder = tmp_path_factory.mktemp("run")
     written = RecordFile(folder).append(record)
     (found,) = read_records(folder)
@@ -142,12 +144,12 @@ def test_impossible_value_becomes_null_and_is_named(
     path: tuple[str, ...], value: float, message: str, tmp_path: Path
 ) -> None:
     """The rest of the record is unchanged."""
-    RecordFile(tmp_path).append(changed(SERVED, path, value))
+    RecordFile(tmp_path).append(replace_leaf(SERVED, path, value))
     (found,) = read_records(tmp_path)
     assert list(map(str, found.omitted or [])) == [message]
     assert found.outcome == "ok"
     bare = msgspec.structs.replace(found, omitted=msgspec.UNSET, warnings=SERVED.warnings)
-    assert bare == changed(SERVED, path, None)
+    assert bare == replace_leaf(SERVED, path, None)
 
 
 def test_negative_duration_becomes_0(tmp_path: Path) -> None:
@@ -159,7 +161,7 @@ def test_negative_duration_becomes_0(tmp_path: Path) -> None:
 
 def test_record_without_a_valid_result_becomes_failed_with_a_reason(tmp_path: Path) -> None:
     """Output throughput cannot be null, so all of `serve` is omitted."""
-    RecordFile(tmp_path).append(changed(SERVED, ("serve", "output_tok_s"), math.inf))
+    RecordFile(tmp_path).append(replace_leaf(SERVED, ("serve", "output_tok_s"), math.inf))
     (found,) = read_records(tmp_path)
     assert (found.outcome, found.serve) == ("failed", None)
     assert found.reason == "its result cannot be recorded: serve.output_tok_s is inf, not a finite number."
@@ -178,7 +180,7 @@ def test_point_that_cannot_be_recorded_raises_usage_error() -> None:
     check_point(SERVED.point)
     for path, value in ((("load", "seed"), -1), (("context",), 10**16), (("load", "think_time"), math.inf)):
         with pytest.raises(UsageError, match=rf"point\.{'.'.join(path)} is .*, which no record can hold"):
-            check_point(changed(SERVED.point, path, value))
+            check_point(replace_leaf(SERVED.point, path, value))
 
 
 def test_duration_of_a_failed_job_uses_the_monotonic_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -206,7 +208,7 @@ class TestRunsWithABadLine:
         out.append(SERVED)
         with monkeypatch.context() as patch:
             patch.setattr("dcpbench.records.acceptance._encode_line", lambda record, _: _add_checksum(record))
-            out.append(_with_concurrency(8, changed(SERVED, ("server", "client", "starved_share"), -0.25)))
+            out.append(_with_concurrency(8, replace_leaf(SERVED, ("server", "client", "starved_share"), -0.25)))
         out.append(_with_concurrency(16, SERVED))
         return folder
 

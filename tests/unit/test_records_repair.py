@@ -25,7 +25,7 @@ from dcpbench.records.repair import BACKUP, CUT_SHORT, DAMAGED, STRANGE, audit_f
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve_build
 
-RECORDS = [build.ok(build.point(Layout(4), concurrency=n), steps=3) for n in (1, 2, 4)]
+RECORDS = [build.make_ok_record(build.make_point(Layout(4), concurrency=n), steps=3) for n in (1, 2, 4)]
 ROOT = Path(__file__).parents[2]
 EARLIEST = ROOT / "results" / "decode_4xH200/decode-deepseek-v3-kimi-k2_4xH200_2026-11-20" / "run1"
 """Oldest records in results/, of version 1 before checksums."""
@@ -339,11 +339,11 @@ class TestCommand:
 
 def test_missing_sample_files_are_listed(tmp_path: Path) -> None:
     """One of two named files exists."""
-    found = [serve_build.served(serve_build.point(concurrency=n)) for n in (8, 32)]
+    found = [serve_build.make_served_record(serve_build.make_point(concurrency=n)) for n in (8, 32)]
     named = [
         msgspec.structs.replace(r, serve=msgspec.structs.replace(r.serve, samples_file=f"samples-{i}.parquet"))
         for i, r in enumerate(found)
     ]
-    build.write(tmp_path, named)
+    build.write_records(tmp_path, named)
     (tmp_path / "samples-0.parquet").touch()
     assert audit_file(tmp_path).samples_missing == ["samples-1.parquet"]

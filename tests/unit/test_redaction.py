@@ -146,8 +146,8 @@ def test_output_to_a_stream_is_redacted() -> None:
 def test_record_is_redacted_except_its_point(tmp_path: Path) -> None:
     """--resume finds points by their key."""
     redaction.register_secrets(KEY, "kimi-k2x")
-    point = build.point(model="kimi-k2x")
-    RecordFile(tmp_path).append(build.failed(point, reason=f"the server said {KEY}"))
+    point = build.make_point(model="kimi-k2x")
+    RecordFile(tmp_path).append(build.make_failed_record(point, reason=f"the server said {KEY}"))
     (found,) = read_records(tmp_path)
     assert found.point == point
     assert found.reason == f"the server said {PLACEHOLDER}"
@@ -166,7 +166,7 @@ class TestServerKeys:
         ]
         assert engine.list_settings()[2] == {"api-key": other, "seqs": "4"}
         assert redact("hf-abcdefgh123") == PLACEHOLDER
-        point = build.point(settings=f"api-key={PLACEHOLDER} 2, seqs=4")
+        point = build.make_point(settings=f"api-key={PLACEHOLDER} 2, seqs=4")
         assert engine.find_settings(point) == engine.list_settings()[2]
         assert other in engine.make_command(point, engine.find_settings(point), "m", 1)
 

@@ -15,8 +15,8 @@ from dcpbench.serving.outcome import compute_serve_metrics
 from dcpbench.serving.replay import replay_requests
 from dcpbench.serving.scheduler import Scheduler
 from dcpbench.serving.step_model import Slowdown
-from tests.unit.serving_builder import config, request
-from tests.unit.step_times_builder import EXTENT, step_times
+from tests.unit.serving_builder import make_config, make_request
+from tests.unit.step_times_builder import EXTENT, make_step_times
 
 if TYPE_CHECKING:
     from dcpbench.serving.requests import ServeRequest, Step
@@ -122,15 +122,15 @@ def load(seed: int, count: int, *, rate: float | None = None) -> list[ServeReque
     """Return requests of mixed lengths, with a rate at random times."""
     rng = np.random.default_rng(seed)
     times = np.cumsum(rng.exponential(1 / rate, count)).tolist() if rate else [None] * count
-    return [request(i, int(rng.integers(1, 14)), int(rng.integers(1, 12)), times[i]) for i in range(count)]
+    return [make_request(i, int(rng.integers(1, 14)), int(rng.integers(1, 12)), times[i]) for i in range(count)]
 
 
 SETUPS = {
-    "mixed": config(pages=60),
-    "prefill-first": config(pages=60, policy="prefill-first"),
-    "pressure": config(pages=9),
-    "dp2": config(pages=12, replicas=2),
-    "one-slot": config(pages=60, max_requests=1),
+    "mixed": make_config(pages=60),
+    "prefill-first": make_config(pages=60, policy="prefill-first"),
+    "pressure": make_config(pages=9),
+    "dp2": make_config(pages=12, replicas=2),
+    "one-slot": make_config(pages=60, max_requests=1),
 }
 
 
@@ -163,70 +163,70 @@ class TestAgainstSimulation:
         assert all(s.is_finished for s in found.samples if not s.rejected)
 
 
-def token_times(
+def list_token_ms(
     requests: list[ServeRequest], clients: int | None, times: Fixed, **changes: object
 ) -> list[list[float]]:
     """Return the token times of each request, in ms."""
-    found = replay_requests(requests, Scheduler(config(pages=60, **changes)), clients, times)
+    found = replay_requests(requests, Scheduler(make_config(pages=60, **changes)), clients, times)
     return [[round(t * 1e3, 6) for t in s.token_s] for s in found.traffic.samples]
 
 
 class TestPipeline:
     def test_tokens_have_the_end_time_of_their_step(self) -> None:
         """A prompt of 3 takes 10 + 2 · 3 = 16 ms, each further token 10 + 1."""
-        assert token_times([request(0, 3, 3)], 1, Fixed()) == [[16, 27, 38]]
+        assert list_token_ms([make_request(0, 3, 3)], 1, Fixed()) == [[16, 27, 38]]
 
     def test_launch_delays_only_a_step_on_an_idle_device(self) -> None:
         """The first step waits 5 ms; later steps are launched while another runs."""
-        assert token_times([request(0, 3, 3)], 1, Fixed(launch_ms=5)) == [[21, 32, 43]]
+        assert list_token_ms([make_request(0, 3, 3)], 1, Fixed(launch_ms=5)) == [[21, 32, 43]]
 
     def test_request_sent_after_step_k_joins_step_k_plus_2(self) -> None:
         """Two clients have three requests. A ends with the prefill at 10 + 2 · (1 + 3) = 18 ms. Step 1, decided before,
         has only B's decode: 29 ms. C, sent at 18 ms, joins step 2 with B's decode: 29 + 10 + 1 + 2 · 2 = 44 ms.
         """
-        requests = [request(0, 1, 1), request(1, 3, 3), request(2, 2, 1)]
-        assert token_times(requests, 2, Fixed()) == [[18], [18, 29, 44], [44]]
+        requests = [make_request(0, 1, 1), make_request(1, 3, 3), make_request(2, 2, 1)]
+        assert list_token_ms(requests, 2, Fixed()) == [[18], [18, 29, 44], [44]]
 
     def test_step_does_not_end_before_it_is_launched(self) -> None:
         """Launching takes 30 ms for the prompt of 5, although the device needs 10 + 2 · 5; later steps are not delayed."""
-        assert token_times([request(0, 5, 3)], 1, Fixed(host=5)) == [[30, 41, 52]]
+        assert list_token_ms([make_request(0, 5, 3)], 1, Fixed(host=5)) == [[30, 41, 52]]
 
     def test_launch_time_is_hidden_by_the_previous_step(self) -> None:
         """Two clients have three requests. Steps 0 (A and B are prefilled, 18 ms) and 1 (B decodes, 29 ms) are launched
         at 0 and 20, after the host has launched step 0. C, sent at 20, is launched from 20 to 29, which is hidden by
         step 1 until 31 ms: it ends at 31 + 10 + 1 + 2 · 2.
         """
-        requests = [request(0, 1, 1), request(1, 3, 3), request(2, 2, 1)]
-        assert token_times(requests, 2, Fixed(host=4)) == [[20], [20, 31, 46], [46]]
+        requests = [make_request(0, 1, 1), make_request(1, 3, 3), make_request(2, 2, 1)]
+        assert list_token_ms(requests, 2, Fixed(host=4)) == [[20], [20, 31, 46], [46]]
 
     def test_tokens_are_read_during_a_launch(self) -> None:
         """B arrives at 12 ms, during A's prefill (until 16 ms), which is launched until 8. Step 1, A's decode, is
         decided at 8 and ends at 27; step 2, with B's prompt of 7, is decided at 16 and launched until 32. Meanwhile
         step 1 is read at 27. Step 2 ends at 27 + 10 + 1 + 14 = 52.
         """
-        requests = [request(0, 3, 3, 0.0), request(1, 7, 1, 0.012)]
-        assert token_times(requests, None, Fixed(host=2)) == [[16, 27, 52], [52]]
+        requests = [make_request(0, 3, 3, 0.0), make_request(1, 7, 1, 0.012)]
+        assert list_token_ms(requests, None, Fixed(host=2)) == [[16, 27, 52], [52]]
 
     def test_idle_device_waits_for_the_next_arrival(self) -> None:
         """The second request arrives 1 s later, with an empty pipeline: 1,000 + 10 + 2 · 3."""
-        requests = [request(0, 3, 1, 0.0), request(1, 3, 1, 1.0)]
-        assert token_times(requests, None, Fixed()) == [[16], [1016]]
+        requests = [make_request(0, 3, 1, 0.0), make_request(1, 3, 1, 1.0)]
+        assert list_token_ms(requests, None, Fixed()) == [[16], [1016]]
 
     def test_arrival_during_a_step_joins_the_next_decided_step(self) -> None:
         """The host decides at 0 (steps 0 and 1), 16 (step 2) and 27 (step 3). A request that arrives at 17 ms joins
         step 3, which begins at 38 and takes 10 + 1 + 2 · 2: 53 ms.
         """
-        requests = [request(0, 3, 4, 0.0), request(1, 2, 1, 0.017)]
-        found = replay_requests(requests, Scheduler(config(pages=60)), None, Fixed()).traffic.samples[1]
+        requests = [make_request(0, 3, 4, 0.0), make_request(1, 2, 1, 0.017)]
+        found = replay_requests(requests, Scheduler(make_config(pages=60)), None, Fixed()).traffic.samples[1]
         assert (found.submitted_s, round(found.token_s[0], 6)) == (0.017, 0.053)
 
     def test_blocking_engine_reads_tokens_after_the_next_step(self) -> None:
         """Step 0 ends at 16 ms on the CPU, but the host runs step 1 until 27 ms, and only then reads step 0."""
-        assert token_times([request(0, 3, 3)], 1, Fixed(is_blocking=True)) == [[27, 38, 38]]
+        assert list_token_ms([make_request(0, 3, 3)], 1, Fixed(is_blocking=True)) == [[27, 38, 38]]
 
     def test_requests_that_never_fit_do_not_end_the_run(self) -> None:
-        requests = [request(0, 9999, 1), request(1, 9999, 1), request(2, 3, 1)]
-        found = replay_requests(requests, Scheduler(config(pages=60)), 1, Fixed()).traffic
+        requests = [make_request(0, 9999, 1), make_request(1, 9999, 1), make_request(2, 3, 1)]
+        found = replay_requests(requests, Scheduler(make_config(pages=60)), 1, Fixed()).traffic
         assert [bool(s.rejected) for s in found.samples] == [True, True, False]
         assert found.samples[2].is_finished
 
@@ -235,7 +235,7 @@ class TestPipeline:
         other.
         """
         found = replay_requests(
-            [request(0, 3, 9), request(1, 3, 9)], Scheduler(config(pages=60)), 1, Fixed(), limit_s=0.02
+            [make_request(0, 3, 9), make_request(1, 3, 9)], Scheduler(make_config(pages=60)), 1, Fixed(), limit_s=0.02
         )
         assert [len(s.token_s) for s in found.traffic.samples] == [3]
         assert found.traffic.is_done
@@ -243,7 +243,7 @@ class TestPipeline:
 
     def test_steps_are_counted_by_kind(self) -> None:
         """There are a prefill and two decodes of one row; the device is never idle."""
-        found = replay_requests([request(0, 3, 3)], Scheduler(config(pages=60)), 1, Fixed())
+        found = replay_requests([make_request(0, 3, 3)], Scheduler(make_config(pages=60)), 1, Fixed())
         assert (found.counts.steps, found.counts.decode_steps, found.counts.decode_rows) == (3, 2, 2)
         assert round(found.end_s, 6) == 0.038
 
@@ -251,9 +251,11 @@ class TestPipeline:
 class TestWithStepTimes:
     def test_same_load_gives_the_same_token_times(self) -> None:
         def list_token_times() -> list[list[float]]:
-            setup = config(pages=1200, page_size=64, dcp=4, max_requests=48, chunk=8192, max_context=5500)
-            requests = [request(i, 300 + 7 * i, 20) for i in range(30)]
-            return [s.token_s for s in replay_requests(requests, Scheduler(setup), 8, step_times()).traffic.samples]
+            setup = make_config(pages=1200, page_size=64, dcp=4, max_requests=48, chunk=8192, max_context=5500)
+            requests = [make_request(i, 300 + 7 * i, 20) for i in range(30)]
+            return [
+                s.token_s for s in replay_requests(requests, Scheduler(setup), 8, make_step_times()).traffic.samples
+            ]
 
         assert list_token_times() == list_token_times()
 
@@ -261,14 +263,14 @@ class TestWithStepTimes:
         """48 clients have prompts of 4,000 in chunks of 8,192, two at a time and the rest of the third: in steady state
         a step takes 40 + 1.4 · 48 + 0.1 · 48 · 4 = 126 ms and a little.
         """
-        setup = config(pages=1200, page_size=64, dcp=4, max_requests=48, chunk=8192, max_context=5500)
-        requests = [request(i, [i % 100] * 4000, 60) for i in range(48)]
-        found = replay_requests(requests, Scheduler(setup), 48, step_times(EXTENT))
+        setup = make_config(pages=1200, page_size=64, dcp=4, max_requests=48, chunk=8192, max_context=5500)
+        requests = [make_request(i, [i % 100] * 4000, 60) for i in range(48)]
+        found = replay_requests(requests, Scheduler(setup), 48, make_step_times(EXTENT))
         metrics = compute_serve_metrics(found.traffic.samples, gpus=4, concurrency=48, slo={}, steps=found.counts)
         assert metrics.finished == 48
         assert metrics.itl_ms.p50 == pytest.approx(126, rel=0.02)
 
     def test_step_without_a_known_time_raises_usage_error(self) -> None:
-        setup = config(pages=1200, page_size=64, dcp=4, max_requests=64, chunk=8192, max_context=5500)
+        setup = make_config(pages=1200, page_size=64, dcp=4, max_requests=64, chunk=8192, max_context=5500)
         with pytest.raises(UsageError, match="no step time is known"):
-            replay_requests([request(i, 10, 9) for i in range(64)], Scheduler(setup), 64, step_times())
+            replay_requests([make_request(i, 10, 9) for i in range(64)], Scheduler(setup), 64, make_step_times())

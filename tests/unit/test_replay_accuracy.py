@@ -19,7 +19,7 @@ from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.step_cases import Extent, make_cases
 from dcpbench.serving.step_model import Slowdown, compute_step_works
 from dcpbench.serving.step_times import Case, MeasuredCase
-from tests.unit.step_times_builder import step_times
+from tests.unit.step_times_builder import make_step_times
 
 if TYPE_CHECKING:
     from dcpbench.records.record import ServeMetrics
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_times import StepTimes
 
 
-def curved_ms(rows: int, live: float, decode_rows: int, kv_tokens: int, chunks: list[tuple[int, int]]) -> float:
+def compute_curved_ms(rows: int, live: float, decode_rows: int, kv_tokens: int, chunks: list[tuple[int, int]]) -> float:
     """Return the time of a step. More tokens hit more experts, at first quickly: 1 - (1 - 1/32)^live of them, 116 ms
     for all; from some 3,000 rows on products take longer than reading weights, four fifths of them those of experts.
     Attention of short chunks is less efficient, the first stored token before any chunk takes 4 ms, and each chunk 0.3.
@@ -42,11 +42,11 @@ def curved_ms(rows: int, live: float, decode_rows: int, kv_tokens: int, chunks: 
     return base + attention + (4 + 1.5e-3 * prefix if prefix else 0) + decodes
 
 
-def case_ms(case: Case, replicas: int) -> float:
+def compute_case_ms(case: Case, replicas: int) -> float:
     batch = case.compute_work()
     chunks = [(c.tokens, c.prefix) for c in case.chunks for _ in range(c.chunks)]
     rows = compute_chunk_rows(batch.rows + batch.tokens) if chunks else batch.rows
-    return curved_ms(rows, rows * (case.replicas or replicas) / replicas, batch.rows, batch.kv_tokens, chunks)
+    return compute_curved_ms(rows, rows * (case.replicas or replicas) / replicas, batch.rows, batch.kv_tokens, chunks)
 
 
 @dataclasses.dataclass
@@ -70,7 +70,7 @@ class Engine:
         )
         rows, live = max(each), sum(each) / len(each)
         return max(
-            curved_ms(rows, live, w.rows, w.kv_tokens, [(c.tokens, c.start) for c in replica.chunks])
+            compute_curved_ms(rows, live, w.rows, w.kv_tokens, [(c.tokens, c.start) for c in replica.chunks])
             for w, replica in zip(works, step.replicas, strict=True)
         )
 
@@ -152,8 +152,8 @@ def test_replay_from_the_grid_is_within_two_percent_of_the_engine(load: Load) ->
         policy=load.policy,
         max_context=load.context + 1,
     )
-    cases = [MeasuredCase(case=case, samples_ms=[case_ms(case, load.dp)]) for case in make_cases(extent)]
-    times = msgspec.structs.replace(step_times(), cases=cases)
+    cases = [MeasuredCase(case=case, samples_ms=[compute_case_ms(case, load.dp)]) for case in make_cases(extent)]
+    times = msgspec.structs.replace(make_step_times(), cases=cases)
     expected, found = (served(load.requests, setup, load.clients, source) for source in (Engine(), times))
     assert found.output_tok_s == pytest.approx(expected.output_tok_s, rel=0.005)
     for name in ("ttft_ms", "itl_ms", "e2el_ms"):

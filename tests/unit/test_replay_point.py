@@ -26,7 +26,7 @@ from dcpbench.serving.step_times import (
     get_engine_path,
     write_step_times,
 )
-from tests.unit.step_times_builder import EXTENT, step_times
+from tests.unit.step_times_builder import EXTENT, make_step_times
 
 MEASURED = (
     Path(__file__).parents[2] / "results/serving_4xH200/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21/k2/step-times"
@@ -46,7 +46,7 @@ POINT = Point(
     dtype="bf16",
     page_size=64,
 )
-TIMES = step_times(path=get_engine_path(POINT))
+TIMES = make_step_times(path=get_engine_path(POINT))
 PAGE = memory.compute_page_bytes(SHAPES["deepseek-v3"], 64, 2)
 
 
@@ -63,7 +63,7 @@ def run(file, tmp_path, point: Point = POINT, settings: Settings = Settings()) -
     return replay_from_file(point, plan, file, settings, tmp_path, "dcpbench serve --mode replay")
 
 
-def changed(**changes: object) -> Point:
+def change_load(**changes: object) -> Point:
     """Return the point with another load."""
     return msgspec.structs.replace(POINT, load=msgspec.structs.replace(LOAD, **changes))
 
@@ -151,7 +151,7 @@ class TestRecord:
         assert run(file, tmp_path).serve == run(file, tmp_path).serve
 
     def test_open_loop_has_no_steady_throughput(self, file, tmp_path) -> None:
-        record = run(file, tmp_path, changed(arrival="gamma", request_rate=0.5))
+        record = run(file, tmp_path, change_load(arrival="gamma", request_rate=0.5))
         assert record.serve.steady_tok_s is None
         assert record.serve.finished == 60
 
@@ -163,7 +163,7 @@ class TestRecord:
     def test_requests_that_were_never_sent_cut_a_load_off(self, file, tmp_path) -> None:
         """One request comes in 100 s, and the load ends after 150 s: the first is answered, and no request is in flight."""
         record = run(
-            file, tmp_path, changed(arrival="gamma", request_rate=0.01), settings=Settings(limit_seconds=150.0)
+            file, tmp_path, change_load(arrival="gamma", request_rate=0.01), settings=Settings(limit_seconds=150.0)
         )
         assert record.serve.submitted < 60
         assert record.serve.cancelled == 0
@@ -173,7 +173,7 @@ class TestRecord:
         """The load does not matter; the name contains model and layout."""
         name = make_step_times_name(get_engine_path(POINT))
         assert name.startswith("step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-")
-        assert make_step_times_name(get_engine_path(changed(requests=1))) == name
+        assert make_step_times_name(get_engine_path(change_load(requests=1))) == name
         assert make_step_times_name(get_engine_path(msgspec.structs.replace(POINT, backend="triton"))) != name
 
 
@@ -267,7 +267,7 @@ class TestRefusal:
     def test_load_beyond_the_step_times_is_refused(self, file, tmp_path) -> None:
         """Step times reach requests of 5,500 tokens."""
         with pytest.raises(UsageError, match="no step time is known"):
-            run(file, tmp_path, msgspec.structs.replace(changed(input_tokens="9000"), context=9030))
+            run(file, tmp_path, msgspec.structs.replace(change_load(input_tokens="9000"), context=9030))
 
     def test_missing_file_is_named(self, tmp_path) -> None:
         with pytest.raises(RecordsError, match=r"none\.json"):
@@ -277,7 +277,7 @@ class TestRefusal:
 def test_probe_describes_the_machine_of_the_step_times() -> None:
     probe = TIMES.make_probe()
     assert (probe.device, probe.count, probe.memory_bytes) == ("cuda", 4, 141 << 30)
-    cpu: StepTimes = step_times(EXTENT, device="CPU")
+    cpu: StepTimes = make_step_times(EXTENT, device="CPU")
     assert (cpu.make_probe().device, cpu.is_blocking) == ("cpu", True)
 
 
@@ -319,7 +319,7 @@ def test_forecast_error_is_that_of_the_step_with_most_requests(
 @pytest.mark.parametrize("policy", ["vllm", "sglang"])
 def test_own_step_times_are_replayed_with_the_policy_of_another_engine(policy: str, file, tmp_path) -> None:
     """SGLang delays decodes for whole prefill batches, so its output differs from that of mixed steps."""
-    own, other = run(file, tmp_path), run(file, tmp_path, changed(policy=policy))
+    own, other = run(file, tmp_path), run(file, tmp_path, change_load(policy=policy))
     assert other.serve.finished == 60
     assert other.conditions.policy == ""  # the point names it
     assert other.serve.output_tok_s != own.serve.output_tok_s

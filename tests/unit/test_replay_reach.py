@@ -10,7 +10,7 @@ from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.step_cases import Extent, make_cases
 from dcpbench.serving.step_times import MeasuredCase
-from tests.unit.step_times_builder import step_times, true_ms
+from tests.unit.step_times_builder import compute_true_ms, make_step_times
 
 
 def prompts(rng: np.random.Generator, count: int, context: int, share: float, rate: float | None) -> list[ServeRequest]:
@@ -67,8 +67,8 @@ def test_any_load_within_the_extent_can_be_replayed(seed: int, disaggregated: bo
         policy=str(rng.choice(["mixed", "prefill-first"])),
         max_context=context + 1,
     )
-    cases = [MeasuredCase(case=case, samples_ms=[true_ms(case.compute_work())]) for case in make_cases(extent)]
-    times = msgspec.structs.replace(step_times(), cases=cases)
+    cases = [MeasuredCase(case=case, samples_ms=[compute_true_ms(case.compute_work())]) for case in make_cases(extent)]
+    times = msgspec.structs.replace(make_step_times(), cases=cases)
     load = prompts(rng, 40, context, share, rate)
     link = Link(bytes_s=float(rng.choice([1e4, 1e9])), page_bytes=1000)
     served = (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def data(tmp_path: Path, records: list[Record], **options: Any) -> dict[str, Any]:
-    return build_page_data(dataframes.load_frames([record_builder.write(tmp_path / "run", records)]), **options)
+    return build_page_data(dataframes.load_frames([record_builder.write_records(tmp_path / "run", records)]), **options)
 
 
 def picture(subject: str, mode: str, tmp_path: Path, alt: str = "") -> Picture:
@@ -31,21 +31,23 @@ def picture(subject: str, mode: str, tmp_path: Path, alt: str = "") -> Picture:
 def mixed() -> list[Record]:
     """Return tp4 and tp4·dcp4 as decode points, and points served live and in replay at a rate."""
     loads = [{"mode": mode, "arrival": "gamma", "request_rate": 2.5} for mode in ("live", "replay")]
-    served = [serve_record_builder.served(serve_record_builder.point(changed=load)) for load in loads]
-    return [record_builder.ok(record_builder.point(layout)) for layout in (Layout(4), Layout(4, 1, 4))] + served
+    served = [serve_record_builder.make_served_record(serve_record_builder.make_point(changed=load)) for load in loads]
+    return [
+        record_builder.make_ok_record(record_builder.make_point(layout)) for layout in (Layout(4), Layout(4, 1, 4))
+    ] + served
 
 
 def test_every_point_can_be_rebuilt_from_its_row(tmp_path: Path) -> None:
     """The command of a row must be that of its record for any dtypes of pandas columns."""
     records = mixed()
-    read = dataframes.load_frames([record_builder.write(tmp_path / "run", records)])
+    read = dataframes.load_frames([record_builder.write_records(tmp_path / "run", records)])
     found = [*build_points(read.points), *build_points(read.served)]
     assert len(found) == len(records)
     assert set(found) == {record.point for record in records}
 
 
 def test_numbers_are_those_of_the_records_in_display_units(tmp_path: Path) -> None:
-    record = record_builder.ok(record_builder.point())
+    record = record_builder.make_ok_record(record_builder.make_point())
     columns = data(tmp_path, [record])["columns"]
     assert record.metrics
     assert columns["output_tok_s"] == [float(f"{record.metrics.output_tok_s.median:.7g}")]
@@ -56,8 +58,8 @@ def test_numbers_are_those_of_the_records_in_display_units(tmp_path: Path) -> No
 
 
 def test_only_own_points_have_a_command(tmp_path: Path) -> None:
-    own = record_builder.ok(record_builder.point())
-    imported = msgspec.structs.replace(own, point=record_builder.point(concurrency=9), origin="vllm")
+    own = record_builder.make_ok_record(record_builder.make_point())
+    imported = msgspec.structs.replace(own, point=record_builder.make_point(concurrency=9), origin="vllm")
     commands = data(tmp_path, [own, imported])["columns"]["command"]
     assert commands[0].startswith("dcpbench sweep --model kimi-k2 --tp 1 --dp 1 --dcp 1 --concurrency 8")
     assert commands[1] is None
@@ -111,7 +113,9 @@ def test_long_string_is_truncated_with_the_number_of_characters() -> None:
 
 def test_long_names_are_cut_and_marked(tmp_path: Path) -> None:
     """Each point repeats its names."""
-    records = [record_builder.ok(record_builder.point(concurrency=n + 1, model="m" * n)) for n in (200, 201)]
+    records = [
+        record_builder.make_ok_record(record_builder.make_point(concurrency=n + 1, model="m" * n)) for n in (200, 201)
+    ]
     names = data(tmp_path, records)["columns"]["model"]
     assert names[0] == "m" * 200
     assert names[1] == "m" * 200 + "… (1 more character)"

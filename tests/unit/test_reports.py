@@ -71,7 +71,7 @@ class Page(HTMLParser):
 def report(tmp_path: Path, records: list[Record]) -> tuple[Page, Path]:
     """Write a report of one run; return its page and its folder."""
     out = tmp_path / "report"
-    paths = write_report([build.write(tmp_path / "run", records)], out)
+    paths = write_report([build.write_records(tmp_path / "run", records)], out)
     assert paths[0] == out / "report.html"
     assert all(path.is_file() for path in paths)
     return Page(paths[0].read_text(encoding="utf-8")), out
@@ -88,7 +88,7 @@ def terminal(folders: list[Path], width: int = 80) -> str:
 def small(**changes: object) -> list[Record]:
     """Return records of tp4 and tp4·dcp4 at two loads."""
     return [
-        build.ok(build.point(layout, concurrency=load), steps=80, **changes)  # type: ignore[arg-type]
+        build.make_ok_record(build.make_point(layout, concurrency=load), steps=80, **changes)  # type: ignore[arg-type]
         for load in (8, 32)
         for layout in (Layout(4), Layout(4, 1, 4))
     ]
@@ -123,7 +123,7 @@ def test_report_has_page_markdown_table_and_figures_in_two_formats(written: tupl
 @pytest.mark.usefixtures("unsaved")
 def test_report_has_every_figure_as_pdf_with_the_pdf_option(tmp_path: Path) -> None:
     """The next report without the option removes them."""
-    run, out = build.write(tmp_path / "run", small()), tmp_path / "report"
+    run, out = build.write_records(tmp_path / "run", small()), tmp_path / "report"
     for options, ends in ((["--pdf"], ("png", "svg", "pdf")), ([], ("png", "svg"))):
         with pytest.raises(SystemExit) as end:
             cli.main(["report", str(run), "-o", str(out), *options])
@@ -151,7 +151,7 @@ def test_every_picture_has_an_alternative_text(written: tuple[Page, Path]) -> No
 def test_reports_of_the_same_records_have_the_same_bytes(tmp_path: Path, written: tuple[Page, Path]) -> None:
     """Pages and pictures have no dates or random names, so committed results do not change by themselves."""
     _, first = written
-    second = write_report([build.write(tmp_path / "run", small())], tmp_path / "b")
+    second = write_report([build.write_records(tmp_path / "run", small())], tmp_path / "b")
     assert {p.relative_to(tmp_path / "b"): p.read_bytes() for p in second} == {
         p.relative_to(first): p.read_bytes() for p in first.rglob("*") if p.is_file()
     }
@@ -160,10 +160,10 @@ def test_reports_of_the_same_records_have_the_same_bytes(tmp_path: Path, written
 def test_hostile_strings_are_escaped(tmp_path: Path) -> None:
     """HTML, mathematics, table bars, markup and escapes are in names, reasons, details, commands, versions and marks."""
     environment = msgspec.structs.replace(build.GPU, command=HOSTILE, torch=HOSTILE, device=HOSTILE, driver=HOSTILE)
-    bad = build.point(Layout(4), model=HOSTILE, backend=HOSTILE, weights=HOSTILE)
+    bad = build.make_point(Layout(4), model=HOSTILE, backend=HOSTILE, weights=HOSTILE)
     records = [
-        build.ok(bad, steps=30, environment=environment, warnings=[HOSTILE]),
-        msgspec.structs.replace(build.failed(bad, HOSTILE), detail={HOSTILE: HOSTILE}, warnings=[HOSTILE]),
+        build.make_ok_record(bad, steps=30, environment=environment, warnings=[HOSTILE]),
+        msgspec.structs.replace(build.make_failed_record(bad, HOSTILE), detail={HOSTILE: HOSTILE}, warnings=[HOSTILE]),
     ]
     records[1] = msgspec.structs.replace(records[1], point=msgspec.structs.replace(bad, concurrency=9))
     page, out = report(tmp_path, records)
@@ -185,8 +185,8 @@ def test_hostile_strings_are_escaped(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unsaved")
 def test_model_name_cannot_write_outside_the_report(tmp_path: Path) -> None:
     """`../../x` becomes a plain file name, and two names that give the same file name do not overwrite each other."""
-    points = [build.point(Layout(4), model=model) for model in ("../../x", "x", "...", "///")]
-    records = [build.ok(point, steps=30, metrics=None, phases=None) for point in points]
+    points = [build.make_point(Layout(4), model=model) for model in ("../../x", "x", "...", "///")]
+    records = [build.make_ok_record(point, steps=30, metrics=None, phases=None) for point in points]
     _, out = report(tmp_path, records)
     assert {p.name for p in tmp_path.iterdir()} == {"run", "report"}
     names = {p.stem for p in (out / "figures").iterdir() if p.stem.startswith("kv")}
@@ -194,7 +194,9 @@ def test_model_name_cannot_write_outside_the_report(tmp_path: Path) -> None:
 
 
 def test_log_of_a_megabyte_is_truncated_to_its_end(tmp_path: Path) -> None:
-    long = msgspec.structs.replace(build.failed(build.point()), detail={"log": "x" * 1_000_000 + "END"})
+    long = msgspec.structs.replace(
+        build.make_failed_record(build.make_point()), detail={"log": "x" * 1_000_000 + "END"}
+    )
     page, _ = report(tmp_path, [long])
     assert "END" in page.text
     assert len(page.text) < 100_000
@@ -203,7 +205,7 @@ def test_log_of_a_megabyte_is_truncated_to_its_end(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unsaved")
 def test_truncated_last_line_is_reported_and_the_rest_is_used(tmp_path: Path) -> None:
     """The file has two complete lines and half a line."""
-    folder = build.write(tmp_path / "run", small()[:2])
+    folder = build.write_records(tmp_path / "run", small()[:2])
     with (folder / "records.jsonl").open("ab") as f:
         f.write(msgspec.json.encode(small()[2])[:200])
     page, out = report_folder(folder, tmp_path / "out")
@@ -217,7 +219,9 @@ def report_folder(folder: Path, out: Path) -> tuple[Page, Path]:
 
 
 def test_report_of_rejected_points_has_reasons_and_no_figures(tmp_path: Path) -> None:
-    page, out = report(tmp_path, [build.rejected(build.point(Layout(4), concurrency=load)) for load in (8, 32)])
+    page, out = report(
+        tmp_path, [build.make_rejected_record(build.make_point(Layout(4), concurrency=load)) for load in (8, 32)]
+    )
     assert "No point finished: 2 rejected for lack of memory." in page.text
     assert "31.0 GiB more per GPU" in page.text
     assert not page.alts
@@ -235,16 +239,16 @@ def test_run_without_a_record_raises_records_error(tmp_path: Path) -> None:
 
 def test_impossible_degrees_are_reported_as_requested(tmp_path: Path) -> None:
     """tp4 with dcp3 is no layout, but it was requested and rejected."""
-    bad = build.point().__class__(
+    bad = build.make_point().__class__(
         model="m", tp=4, dcp=3, concurrency=1, context=1, backend="reference", dtype="float32"
     )
-    page, _ = report(tmp_path, [build.rejected(bad, "--dcp 3 does not divide --tp 4")])
+    page, _ = report(tmp_path, [build.make_rejected_record(bad, "--dcp 3 does not divide --tp 4")])
     assert "tp4·dp1·dcp3" in page.text
 
 
 def test_names_with_letters_missing_from_the_font_do_not_warn(tmp_path: Path) -> None:
     """Warnings are errors here; in a terminal they would hide the table."""
-    page, _ = report(tmp_path, [build.ok(build.point(model="模型"), steps=30, phases=None)])
+    page, _ = report(tmp_path, [build.make_ok_record(build.make_point(model="模型"), steps=30, phases=None)])
     assert "模型" in page.text
 
 
@@ -295,7 +299,7 @@ def test_percentiles_with_too_few_samples_are_dashes_with_a_reason(written: tupl
 @pytest.mark.usefixtures("unsaved")
 def test_cpu_report_has_no_statement_about_performance(tmp_path: Path) -> None:
     """The page has the mark, and no sentence compares speeds."""
-    page, out = report(tmp_path, build.cpu_sweep())
+    page, out = report(tmp_path, build.make_cpu_sweep())
     assert "CPU: functional run, not performance." in page.text
     assert "No conclusion about performance can be drawn" in page.text
     assert "highest throughput" not in page.text
@@ -309,7 +313,7 @@ def test_cpu_report_has_no_statement_about_performance(tmp_path: Path) -> None:
 def test_several_runs_are_joined_with_a_column_of_runs(tmp_path: Path) -> None:
     """Two runs of the same sweep also count as repeats."""
     a, b = (
-        build.write(tmp_path / name, [msgspec.structs.replace(r, started_at=f"on {name}") for r in small()])
+        build.write_records(tmp_path / name, [msgspec.structs.replace(r, started_at=f"on {name}") for r in small()])
         for name in ("monday", "tuesday")
     )
     page, out = report_folders([a, b], tmp_path / "out")
@@ -329,7 +333,7 @@ def test_page_of_many_points_is_below_2_mb(tmp_path: Path, monkeypatch: pytest.M
     """The run has 136 measurements of 68 points and 8 rejections; pictures are SVG."""
     save = plots.save_figure
     monkeypatch.setattr(plots, "save_figure", lambda figure, path, *_: save(figure, path, "svg"))
-    build.write(tmp_path / "run", build.gpu_sweep())
+    build.write_records(tmp_path / "run", build.make_gpu_sweep())
     out = tmp_path / "report"
     page, _ = report_folder(tmp_path / "run", out)
     assert (out / "report.html").stat().st_size < 2_000_000
@@ -339,7 +343,7 @@ def test_page_of_many_points_is_below_2_mb(tmp_path: Path, monkeypatch: pytest.M
 
 def test_terminal_table_fits_eighty_columns(tmp_path: Path) -> None:
     """No number is truncated."""
-    text = terminal([build.write(tmp_path / "run", small())])
+    text = terminal([build.write_records(tmp_path / "run", small())])
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert "tp4·dcp4" in text
@@ -348,7 +352,7 @@ def test_terminal_table_fits_eighty_columns(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unsaved")
 def test_csv_starts_no_formula_in_a_spreadsheet(tmp_path: Path) -> None:
     """A reason that begins with = is kept as text."""
-    _, out = report(tmp_path, [build.rejected(build.point(), "=cmd|' /C calc'!A0")])
+    _, out = report(tmp_path, [build.make_rejected_record(build.make_point(), "=cmd|' /C calc'!A0")])
     assert pd.read_csv(out / "points.csv")["reason"][0] == "'=cmd|' /C calc'!A0"
 
 
@@ -360,7 +364,9 @@ def test_missing_and_unwritable_folders_raise_errors(tmp_path: Path) -> None:
         write_report([tmp_path / "none"], tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match=r"Not a directory.* Type `dcpbench report .*run -o ELSEWHERE`"):
-        write_report([build.write(tmp_path / "run", [build.ok(build.point())])], tmp_path / "file")
+        write_report(
+            [build.write_records(tmp_path / "run", [build.make_ok_record(build.make_point())])], tmp_path / "file"
+        )
 
 
 def test_importing_reports_does_not_import_heavy_libraries() -> None:
@@ -378,7 +384,7 @@ def test_logarithmic_axes_of_all_figures_are_labelled(tmp_path: Path, monkeypatc
         return [path.with_suffix(f".{form}") for form in formats]
 
     monkeypatch.setattr(plots, "save_figure", keep)
-    plots.draw_all(dataframes.load_frames([build.write(tmp_path / "run", small())]), tmp_path)
+    plots.draw_all(dataframes.load_frames([build.write_records(tmp_path / "run", small())]), tmp_path)
     labels = {
         name: {ax.get_xlabel() for ax in figure.axes if ax.get_xscale() == "log"} for name, figure in drawn.items()
     }
@@ -390,14 +396,14 @@ def test_logarithmic_axes_of_all_figures_are_labelled(tmp_path: Path, monkeypatc
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the Markdown of one point with a pool of 3 MiB, a peak of 5 MiB, and two of NCCL's variables."""
-    record = build.ok(build.point(Layout(2)), memory_peak_bytes=5 << 20)
+    record = build.make_ok_record(build.make_point(Layout(2)), memory_peak_bytes=5 << 20)
     assert record.kv
     kv = msgspec.structs.replace(record.kv, pool_bytes_per_gpu=3 << 20, capacity_tokens=3000)
     settings = {"NCCL_DEBUG": "INFO", "NCCL_CUMEM_ENABLE": "0"}
     where = msgspec.structs.replace(build.GPU, settings=settings)
     folder = tmp_path_factory.mktemp("small-things")
     record = msgspec.structs.replace(record, kv=kv, environment=where, warnings=["throttled"])
-    read = dataframes.load_frames([build.write(folder, [record])])
+    read = dataframes.load_frames([build.write_records(folder, [record])])
     return report_markdown.render("title", sections.build_sections(read, []), folder).replace("\\", "")
 
 
@@ -421,7 +427,7 @@ class TestSmallNumbers:
 
 def test_busiest_rank_of_expert_parallelism_is_named_if_recorded(tmp_path: Path) -> None:
     """All ranks with tensor-parallel experts read the same amount; older records have no such column."""
-    points = {ep: build.ok(build.point(Layout(4), ep=ep)) for ep in ("1", "tp")}
+    points = {ep: build.make_ok_record(build.make_point(Layout(4), ep=ep)) for ep in ("1", "tp")}
     records_by_ep = {}
     for ep, ratio in (("1", 1.0), ("tp", 1.25)):
         assert points[ep].conditions
@@ -429,7 +435,7 @@ def test_busiest_rank_of_expert_parallelism_is_named_if_recorded(tmp_path: Path)
         records_by_ep[ep] = msgspec.structs.replace(points[ep], conditions=conditions)
 
     def render_text(name: str, *records: Record) -> str:
-        read = dataframes.load_frames([build.write(tmp_path / name, [*records])])
+        read = dataframes.load_frames([build.write_records(tmp_path / name, [*records])])
         return report_markdown.render("title", sections.build_sections(read, []), tmp_path).replace("\\", "")
 
     text = render_text("run", *records_by_ep.values())
@@ -465,14 +471,18 @@ def test_report_computes_each_finding_once(tmp_path: Path, monkeypatch: pytest.M
     ]
     for name in (*names, "compare_repeats"):
         count_calls(name)
-    points = [build.point(layout, concurrency=n) for layout in (Layout(4), Layout(4, 1, 4)) for n in (8, 16)]
-    write_report([build.write(tmp_path / "run", [build.ok(p) for p in points])], tmp_path / "report", page_only=True)
+    points = [build.make_point(layout, concurrency=n) for layout in (Layout(4), Layout(4, 1, 4)) for n in (8, 16)]
+    write_report(
+        [build.write_records(tmp_path / "run", [build.make_ok_record(p) for p in points])],
+        tmp_path / "report",
+        page_only=True,
+    )
     assert sorted(calls) == sorted([*names, "compare_repeats"])
 
 
 def test_plotly_is_in_the_page_or_in_a_shared_file(tmp_path: Path) -> None:
     """Packed, it is most of a page. A policy allows the shared file only in pages that name it."""
-    run = build.write(tmp_path / "run", [build.ok(build.point(Layout(4)))])
+    run = build.write_records(tmp_path / "run", [build.make_ok_record(build.make_point(Layout(4)))])
     alone = write_report([run], tmp_path / "alone", page_only=True)[0].read_text()
     shared = write_report([run], tmp_path / "shared", page_only=True, plotly="../plotly.js")[0].read_text()
     assert '<script type="text/plain" id="plotly">' in alone
@@ -487,7 +497,9 @@ def test_plotly_is_in_the_page_or_in_a_shared_file(tmp_path: Path) -> None:
 def test_page_only_report_has_charts_and_no_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dashboard writes such pages: pictures take most of the time of a report, and scripts draw the charts."""
     monkeypatch.setattr(plots.FigureWriter, "write_figure", lambda *_: pytest.fail("drawn"))
-    run = build.write(tmp_path / "run", [build.ok(build.point(x)) for x in (Layout(4), Layout(4, 1, 4))])
+    run = build.write_records(
+        tmp_path / "run", [build.make_ok_record(build.make_point(x)) for x in (Layout(4), Layout(4, 1, 4))]
+    )
     page, table = write_report([run], tmp_path / "report", page_only=True)
     assert sorted(path.name for path in (tmp_path / "report").iterdir()) == sorted([page.name, table.name])
     text = page.read_text()

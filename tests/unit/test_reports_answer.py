@@ -32,13 +32,14 @@ TP, DCP, DP = Layout(4), Layout(4, 1, 4), Layout(4, 4)
 def step(point: Point, *steps: float, **changes: Any) -> Record:
     """Return a decode record with exactly these step times."""
     return msgspec.structs.replace(
-        build.ok(point, steps=1, **changes), metrics=compute_decode_metrics(list(steps), point.concurrency, point.tp)
+        build.make_ok_record(point, steps=1, **changes),
+        metrics=compute_decode_metrics(list(steps), point.concurrency, point.tp),
     )
 
 
 def served(point: Point, tok_s: float, ttft: dict[str, float], itl: dict[str, float], **changes: Any) -> Record:
     """Return a served record with this rate and these latencies."""
-    record = serve.served(point)
+    record = serve.make_served_record(point)
     assert record.serve
     changes = {"slo_ms": {}} | changes
     times = {"ttft_ms": Latencies(samples=99, **ttft), "itl_ms": Latencies(samples=99, **itl)}
@@ -49,7 +50,7 @@ def served(point: Point, tok_s: float, ttft: dict[str, float], itl: dict[str, fl
 
 def read(tmp_path: Path, *records: Record, slo: dict[str, float] | None = None) -> dataframes.Frames:
     """Return frames of one run with these records."""
-    return dataframes.load_frames([build.write(tmp_path / "run", records)], slo=slo)
+    return dataframes.load_frames([build.write_records(tmp_path / "run", records)], slo=slo)
 
 
 def get_sentence(found: dataframes.Frames, words: str) -> str:
@@ -69,7 +70,7 @@ class TestLockStep:
         return read(tmp_path, *records[:-1], msgspec.structs.replace(records[-1], point=other))
 
     def test_lock_step_warning_suggests_lengths_that_differ_by_a_tenth(self, tmp_path: Path) -> None:
-        found = self.read(tmp_path, serve.point(TP), serve.point(DCP))
+        found = self.read(tmp_path, serve.make_point(TP), serve.make_point(DCP))
         sentence = get_sentence(found, "in lock-step")
         assert sentence.startswith("Clients run in lock-step: ")
         assert sentence.endswith(
@@ -89,13 +90,13 @@ class TestLockStep:
         assert warning.endswith("(--input-tokens uniform:LOW-HIGH).")
 
     def test_warning_with_attention_dp_mentions_its_advantage(self, tmp_path: Path) -> None:
-        found = self.read(tmp_path, serve.point(DP))
+        found = self.read(tmp_path, serve.make_point(DP))
         assert "ITL p99, goodput and the output of attention DP are different" in get_sentence(found, "in lock-step")
         (caveat,) = [text for text in overview.list_caveats(found) if "in lock-step" in text]
         assert caveat.endswith(", which favours attention DP; with varied lengths attention DP may be slower")
 
     def test_some_points_in_lock_step_are_counted(self, tmp_path: Path) -> None:
-        found = self.read(tmp_path, serve.point(TP), serve.point(TP), output_tokens="uniform:36-44")
+        found = self.read(tmp_path, serve.make_point(TP), serve.make_point(TP), output_tokens="uniform:36-44")
         assert get_sentence(found, "in lock-step").startswith("Clients run in lock-step at 1 of 2 served points: ")
         assert "clients run in lock-step at 1 of 2 points: all their requests have one length" in overview.list_caveats(
             found
@@ -114,19 +115,19 @@ class TestLockStep:
     )
     def test_other_loads_do_not_run_in_lock_step(self, tmp_path: Path, changed: dict[str, object]) -> None:
         """Lengths differ, requests come at a rate or in sessions, or no client has a second request."""
-        found = self.read(tmp_path, serve.point(TP), **changed)
+        found = self.read(tmp_path, serve.make_point(TP), **changed)
         assert not [s for s in answer.format_top_sentences(found) if "in lock-step" in s]
         assert not [s for s in overview.list_caveats(found) if "in lock-step" in s]
 
     def test_single_client_has_no_lock_step_warning(self, tmp_path: Path) -> None:
         assert not [
-            s for s in answer.format_top_sentences(self.read(tmp_path, serve.point(TP, 1))) if "in lock-step" in s
+            s for s in answer.format_top_sentences(self.read(tmp_path, serve.make_point(TP, 1))) if "in lock-step" in s
         ]
 
 
 class TestSlo:
     def test_best_is_the_highest_throughput_without_slo(self, tmp_path: Path) -> None:
-        found = read(tmp_path, step(build.point(TP), 10), step(build.point(DCP), 20))
+        found = read(tmp_path, step(build.make_point(TP), 10), step(build.make_point(DCP), 20))
         assert answer.format_top_sentences(found)[0].startswith("No SLO was given")
         assert findings.find_best_per_load(findings.select_timed(found.everything))["label"].tolist() == ["tp4"]
 
@@ -134,7 +135,7 @@ class TestSlo:
         """tp4 gives 200 tok/s with gaps of 60 ms, tp4·dcp4 100 tok/s with 50 ms; at 55 ms only the slower one meets the
         SLO.
         """
-        point, other = serve.point(TP), serve.point(DCP)
+        point, other = serve.make_point(TP), serve.make_point(DCP)
         records = [
             served(point, 200, {"p50": 9, "p99": 9}, {"p50": 40, "p99": 60}),
             served(other, 100, {"p50": 9, "p99": 9}, {"p50": 50, "p99": 50}),
@@ -152,8 +153,8 @@ class TestSlo:
     def test_rivals_are_judged_by_the_highest_shared_percentile(self, tmp_path: Path) -> None:
         """tp4 has p99 = 80 ms, tp4·dcp4 has only p90 = 45 ms: both are judged by p90, 40 and 45 ms."""
         records = [
-            served(serve.point(TP), 200, {"p50": 9}, {"p50": 30, "p90": 40, "p99": 80}),
-            served(serve.point(DCP), 100, {"p50": 9}, {"p50": 30, "p90": 45}),
+            served(serve.make_point(TP), 200, {"p50": 9}, {"p50": 30, "p90": 40, "p99": 80}),
+            served(serve.make_point(DCP), 100, {"p50": 9}, {"p50": 30, "p90": 45}),
         ]
         found = read(tmp_path, *records, slo={"itl": 50.0})
         assert set(found.served["slo_result"]) == {"meets at p90"}
@@ -164,7 +165,7 @@ class TestSlo:
 
     def test_value_within_two_percent_of_its_limit_is_narrow(self, tmp_path: Path) -> None:
         """50 ms is compared with limits of 50.5 and 49.5 ms; repeats may differ by as much."""
-        record = step(build.point(TP), 50.0)
+        record = step(build.make_point(TP), 50.0)
         for limit, result in (
             (50.5, "meets narrowly at p50"),
             (49.5, "misses narrowly: ITL p50 50.0 ms"),
@@ -175,14 +176,14 @@ class TestSlo:
 
     def test_nearest_point_is_named_if_none_meets_the_slo(self, tmp_path: Path) -> None:
         """60 and 90 ms are 1.2 and 1.8 times the limit of 50 ms."""
-        found = read(tmp_path, step(build.point(TP), 90), step(build.point(DCP), 60), slo={"itl": 50.0})
+        found = read(tmp_path, step(build.make_point(TP), 90), step(build.make_point(DCP), 60), slo={"itl": 50.0})
         assert "none within the SLO at 8" in get_sentence(found, "Best layout")
         assert get_sentence(found, "No point meets the SLO").endswith(
             "nearest is tp4·dcp4 at concurrency 8 · context 4,000 (misses: ITL p50 60.0 ms)."
         )
 
     def test_ttft_objective_is_ignored_for_decode_points(self, tmp_path: Path) -> None:
-        found = read(tmp_path, step(build.point(TP), 40), slo={"ttft": 1.0, "itl": 50.0})
+        found = read(tmp_path, step(build.make_point(TP), 40), slo={"ttft": 1.0, "itl": 50.0})
         assert answer.format_top_sentences(found)[0].endswith("These points have no TTFT.")
         assert found.points["slo_result"].tolist() == ["meets at p50"]
 
@@ -192,7 +193,7 @@ class TestSlo:
         unused = (
             "bounds nothing that these points have, so the best layout is the one with the highest output throughput."
         )
-        record, itl = step(build.point(TP), 40), "ITL ≤ 50 ms at p50"
+        record, itl = step(build.make_point(TP), 40), "ITL ≤ 50 ms at p50"
         for number, (slo, sentence) in enumerate(
             [
                 ({"ttft": 1.0}, f"--slo ttft {unused}"),
@@ -208,8 +209,10 @@ class TestSlo:
 
     def test_objective_applies_to_the_points_that_have_it(self, tmp_path: Path) -> None:
         """The served point has a TTFT and both points have an ITL; none has a TPOT."""
-        with_ttft = served(serve.point(TP), 100, {"p50": 9, "p99": 9}, {"p50": 40, "p99": 60}, tpot_ms=Latencies())
-        found = read(tmp_path, step(build.point(TP), 40), with_ttft, slo={"ttft": 2000.0, "itl": 50.0, "tpot": 9.0})
+        with_ttft = served(serve.make_point(TP), 100, {"p50": 9, "p99": 9}, {"p50": 40, "p99": 60}, tpot_ms=Latencies())
+        found = read(
+            tmp_path, step(build.make_point(TP), 40), with_ttft, slo={"ttft": 2000.0, "itl": 50.0, "tpot": 9.0}
+        )
         assert answer.format_top_sentences(found)[0] == (
             "SLO (--slo): TTFT ≤ 2,000 ms at p99, ITL ≤ 50 ms at p99 or p50 (lower where not at p99, which needs 662 samples). "
             "These points have no TPOT."
@@ -219,43 +222,47 @@ class TestSlo:
         """Only kimi-k2 was measured with a limit, of 50 ms."""
         itl = {"p50": 40, "p99": 60}
         records = [
-            served(serve.point(TP), 100, {}, itl, slo_ms={"itl": 50.0}),
-            served(serve.point(TP, model="deepseek-v3"), 100, {}, itl),
+            served(serve.make_point(TP), 100, {}, itl, slo_ms={"itl": 50.0}),
+            served(serve.make_point(TP, model="deepseek-v3"), 100, {}, itl),
         ]
         assert answer.format_top_sentences(read(tmp_path, *records))[0] == (
             "SLO (as the runs were measured with): deepseek-v3 live: none; kimi-k2 live: ITL ≤ 50 ms at p99."
         )
 
     def test_objectives_of_the_run_apply_if_none_are_given(self, tmp_path: Path) -> None:
-        record = served(serve.point(TP), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0})
+        record = served(serve.make_point(TP), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0})
         assert "as the runs were measured with" in answer.format_top_sentences(read(tmp_path / "own", record))[0]
         given = read(tmp_path / "given", record, slo={"itl": 70.0})
         assert "(--slo): ITL ≤ 70 ms" in answer.format_top_sentences(given)[0]
 
     def test_objectives_that_differ_between_points_are_ignored(self, tmp_path: Path) -> None:
-        records = [served(serve.point(TP, c), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0 + c}) for c in (8, 32)]
+        records = [
+            served(serve.make_point(TP, c), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0 + c}) for c in (8, 32)
+        ]
         assert answer.format_top_sentences(read(tmp_path, *records))[0].startswith("No SLO was given")
 
     def test_cpu_points_are_not_judged_by_an_slo(self, tmp_path: Path) -> None:
-        found = read(tmp_path, *build.cpu_sweep(), slo={"itl": 1e-6})
+        found = read(tmp_path, *build.make_cpu_sweep(), slo={"itl": 1e-6})
         assert set(found.points["slo_result"]) == {""}
         sentence = "No point is compared with --slo itl=1e-06: latencies on a CPU do not reflect GPU performance."
         assert [s for s in answer.format_top_sentences(found) if "slo" in s.lower()] == [sentence]
         assert overview.format_answer(found).endswith(sentence)
-        assert "slo" not in overview.format_answer(read(tmp_path / "without", *build.cpu_sweep())).lower()
+        assert "slo" not in overview.format_answer(read(tmp_path / "without", *build.make_cpu_sweep())).lower()
 
     def test_cpu_points_are_not_judged_by_objectives_of_the_run(self, tmp_path: Path) -> None:
-        record = served(serve.point(TP), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0})
+        record = served(serve.make_point(TP), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0})
         record = msgspec.structs.replace(record, warnings=["cpu"])
         sentence = "No point is compared with the SLO of the run: latencies on a CPU do not reflect GPU performance."
         assert sentence in answer.format_top_sentences(read(tmp_path, record))
 
-    @pytest.mark.parametrize(("records", "warns"), [(build.cpu_sweep(), True), ([step(build.point(TP), 40)], False)])
+    @pytest.mark.parametrize(
+        ("records", "warns"), [(build.make_cpu_sweep(), True), ([step(build.make_point(TP), 40)], False)]
+    )
     def test_command_warns_that_an_slo_has_no_effect_on_a_cpu(
         self, records: list[Record], warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """The warning is printed with the path of the report, where users look for the effect of --slo."""
-        point_runner.print_if_unjudged([build.write(tmp_path / "run", records)], "itl=60")
+        point_runner.print_if_unjudged([build.write_records(tmp_path / "run", records)], "itl=60")
         assert ("--slo itl=60 has no effect here" in capsys.readouterr().err) is warns
 
     def test_unknown_objective_raises_usage_error(self, tmp_path: Path) -> None:
@@ -270,10 +277,10 @@ class TestMaximumOutput:
     def test_maximum_within_slo_is_compared_with_maximum_without_dcp(self, tmp_path: Path) -> None:
         """tp4 meets 50 ms at 8 (40 ms: 200 tok/s), tp4·dcp4 also at 32 (50 ms: 640 tok/s): 3.2 times as much."""
         records = [
-            step(build.point(TP, concurrency=8), 40),
-            step(build.point(TP, concurrency=32), 70),
-            step(build.point(DCP, concurrency=8), 45),
-            step(build.point(DCP, concurrency=32), 50),
+            step(build.make_point(TP, concurrency=8), 40),
+            step(build.make_point(TP, concurrency=32), 70),
+            step(build.make_point(DCP, concurrency=8), 45),
+            step(build.make_point(DCP, concurrency=32), 50),
         ]
         found = read(tmp_path, *records, slo={"itl": 50.0})
         assert "640 tok/s with tp4·dcp4 at concurrency 32, 3.20 times the most without DCP (200, tp4" in get_sentence(
@@ -283,7 +290,7 @@ class TestMaximumOutput:
     def test_maximum_of_each_layout_is_listed_with_its_load(self, tmp_path: Path) -> None:
         """Within 50 ms tp4 has 8 requests in 40 ms = 200 tok/s, tp4·dcp4 32 in 50 ms = 640, tp4·dp4·ep4 none."""
         times = [(TP, 8, 40), (TP, 32, 70), (DCP, 8, 45), (DCP, 32, 50), (DP, 8, 60)]
-        records = [step(build.point(lay, concurrency=n), ms) for lay, n, ms in times]
+        records = [step(build.make_point(lay, concurrency=n), ms) for lay, n, ms in times]
         most = answer_tables.build_grids(read(tmp_path, *records, slo={"itl": 50.0}))[0]
         assert most.title.startswith("Maximum output tok/s within the SLO, at which concurrency of those that ran")
         assert dict(zip(most.columns, most.rows[0], strict=True)) == {
@@ -294,7 +301,7 @@ class TestMaximumOutput:
         }
 
     def test_no_table_of_maxima_without_an_slo(self, tmp_path: Path) -> None:
-        found = read(tmp_path, *(step(build.point(lay), 40) for lay in (TP, DCP)))
+        found = read(tmp_path, *(step(build.make_point(lay), 40) for lay in (TP, DCP)))
         assert not [table for table in answer_tables.build_grids(found) if table.title.startswith("Maximum")]
 
 
@@ -305,7 +312,7 @@ class TestJumps:
         """Return frames of tp4·dp4·ep4 with 24, 40 and 48 clients, with this share of them in flight."""
         records = []
         for n in (24, 40, 48):
-            record = served(serve.point(DP, n, {"requests": requests}), 100, {}, {}, preemptions=0)
+            record = served(serve.make_point(DP, n, {"requests": requests}), 100, {}, {}, preemptions=0)
             assert record.serve
             assert record.conditions
             assert record.kv
@@ -344,7 +351,7 @@ class TestJumps:
     def test_decode_padding_is_explained_only_if_there_is_some(self, tmp_path: Path) -> None:
         """A record of 8 requests runs in a graph of 8 or 12 rows."""
         for name, rows, explanation in (("full", 8, ""), ("padded", 12, "tp4 runs 8 as 12")):
-            record = step(build.point(TP, concurrency=8), 40)
+            record = step(build.make_point(TP, concurrency=8), 40)
             assert record.conditions
             conditions = msgspec.structs.replace(record.conditions, cuda_graph=True, graph_batch=rows)
             found = read(tmp_path / name, msgspec.structs.replace(record, conditions=conditions))
@@ -359,7 +366,7 @@ class TestBreakEven:
         """
         times = {(1, 8): 25.0, (1, 32): 25.0, (2, 8): 19.9, (2, 32): 16.0}
         records = [
-            step(build.point(layout, context=c, concurrency=n), 20.0 if layout == TP else ms)
+            step(build.make_point(layout, context=c, concurrency=n), 20.0 if layout == TP else ms)
             for (c, n), ms in times.items()
             for layout in (TP, DCP)
         ]
@@ -371,8 +378,8 @@ class TestBreakEven:
 
     def test_break_even_is_given_for_each_exchange(self, tmp_path: Path) -> None:
         """symm is 1.25 times as fast from 8 on, a2a level."""
-        records = [step(build.point(TP), 20)] + [
-            step(build.point(DCP, exchange=exchange), ms) for exchange, ms in (("symm", 16), ("a2a", 20))
+        records = [step(build.make_point(TP), 20)] + [
+            step(build.make_point(DCP, exchange=exchange), ms) for exchange, ms in (("symm", 16), ("a2a", 20))
         ]
         sentence = get_sentence(read(tmp_path, *records), "pays, in")
         assert "tp4·dcp4 pays, in output tok/s over tp4, at these concurrencies" in sentence
@@ -383,7 +390,7 @@ class TestBreakEven:
 
     def test_ratio_has_a_confidence_interval(self, tmp_path: Path) -> None:
         """20 ms over 9, 10, 11 ms: 2, from 20/11 = 1.82 to 20/9 = 2.22."""
-        found = read(tmp_path, step(build.point(TP), 20), step(build.point(DCP), 9, 10, 11))
+        found = read(tmp_path, step(build.make_point(TP), 20), step(build.make_point(DCP), 9, 10, 11))
         assert "tp4·dcp4 2.00× [1.82–2.22]" in get_sentence(found, "DCP pays, in")
 
 
@@ -393,7 +400,7 @@ class TestPays:
     def read(self, tmp_path: Path, rates: dict[Layout, float], late: tuple[Layout, ...] = ()) -> dataframes.Frames:
         """Return frames of one load with these rates; layouts in `late` miss an SLO of 50 ms."""
         records = [
-            served(serve.point(lay), rate, {"p50": 9, "p99": 9}, {"p50": 9, "p99": 99 if lay in late else 9})
+            served(serve.make_point(lay), rate, {"p50": 9, "p99": 9}, {"p50": 9, "p99": 99 if lay in late else 9})
             for lay, rate in rates.items()
         ]
         return read(tmp_path, *records, slo={"itl": 50.0} if late else None)
@@ -440,15 +447,15 @@ class TestPays:
 
     def test_layouts_with_more_gpus_or_another_dtype_are_no_rivals(self, tmp_path: Path) -> None:
         """tp8 has twice the GPUs, and results of fp8 do not apply to bf16."""
-        points = [(serve.point(TP), 100), (serve.point(DCP), 150), (serve.point(Layout(8)), 400)]
-        points.append((serve.point(DP, dtype="fp8"), 400))
+        points = [(serve.make_point(TP), 100), (serve.make_point(DCP), 150), (serve.make_point(Layout(8)), 400)]
+        points.append((serve.make_point(DP, dtype="fp8"), 400))
         found = read(tmp_path, *(served(p, rate, {}, {}) for p, rate in points))
         (row,) = findings.compare_dcp_with_best(findings.select_timed(found.everything)).to_dict("records")
         assert (row["rival"], row["ratio"], row["verdict"]) == ("tp4 (bfloat16)", 1.5, "higher")
 
     def test_points_without_rivals_are_not_counted(self, tmp_path: Path) -> None:
         """At 8 there is no layout without DCP; at 32 there is a slower one."""
-        points = [(serve.point(DCP, 8), 100), (serve.point(DCP, 32), 150), (serve.point(DP, 32), 100)]
+        points = [(serve.make_point(DCP, 8), 100), (serve.make_point(DCP, 32), 150), (serve.make_point(DP, 32), 100)]
         found = read(tmp_path, *(served(p, rate, {}, {}) for p, rate in points))
         assert "DCP pays in 1 of 1 load, in" in get_sentence(found, "DCP pays")
         alone = read(tmp_path / "alone", served(*points[0], {}, {}))
@@ -458,7 +465,7 @@ class TestPays:
         """The ratios at 400 tokens are 1.2 and 1.5 at 8 and 16, and 0.8 at 32; at 800 and 1,600 tokens they are 0.5."""
         rates = {("400", 8): 120, ("400", 16): 150, ("400", 32): 80, ("800", 8): 50, ("1600", 8): 50}
         records = [
-            served(serve.point(lay, n, {"input_tokens": tokens}), rate, {}, {})
+            served(serve.make_point(lay, n, {"input_tokens": tokens}), rate, {}, {})
             for (tokens, n), with_dcp in rates.items()
             for lay, rate in ((DP, 100), (DCP, with_dcp), (TP, 40))
         ]
@@ -473,12 +480,12 @@ class TestOpening:
         """Two models × two layouts in four runs give more sentences than that; the others are in the section of
         comparisons.
         """
-        points = [build.point(lay, model=m) for m in ("a", "b") for lay in (TP, DCP)]
+        points = [build.make_point(lay, model=m) for m in ("a", "b") for lay in (TP, DCP)]
         hours = {
             f"run-{h}": [step(p, 9 + p.dcp, started_at=f"2026-11-21T0{h}:00:00Z") for p in points] for h in range(4)
         }
         found = dataframes.load_frames(
-            [build.write(tmp_path / name, run) for name, run in hours.items()], slo={"itl": 12.0}
+            [build.write_records(tmp_path / name, run) for name, run in hours.items()], slo={"itl": 12.0}
         )
         assert len(answer.format_top_sentences(found)) == answer.MAX_SENTENCES
         assert answer.format_top_sentences(found)[0].startswith("SLO")
@@ -491,7 +498,7 @@ class TestOpening:
         assert len([b for b in below.bullets if "Best layout" in b]) >= 1
 
     def test_sections_have_a_fixed_order(self, tmp_path: Path) -> None:
-        built = sections.build_sections(read(tmp_path, *(step(build.point(x), 9) for x in (TP, DCP))), [])
+        built = sections.build_sections(read(tmp_path, *(step(build.make_point(x), 9) for x in (TP, DCP))), [])
         order = [
             "answer",
             "kv",
@@ -509,13 +516,13 @@ class TestOpening:
         assert [s.slug for s in built] == order
 
     def test_sections_with_tables_have_definitions(self, tmp_path: Path) -> None:
-        built = sections.build_sections(read(tmp_path, *(step(build.point(x), 9) for x in (TP, DCP))), [])
+        built = sections.build_sections(read(tmp_path, *(step(build.make_point(x), 9) for x in (TP, DCP))), [])
         titles = {s.slug: [t.title for t in s.tables] for s in built}
         assert all("Definitions" in titles[slug] for slug in ("answer", "kv", "time", "method"))
 
     def test_live_and_replayed_points_are_not_compared(self, tmp_path: Path) -> None:
         """The replay of the other layout is three times as fast as any live run."""
-        live, slow = serve.point(TP), serve.point(DCP)
+        live, slow = serve.make_point(TP), serve.make_point(DCP)
         assert slow.load
         replay = msgspec.structs.replace(slow, load=msgspec.structs.replace(slow.load, mode="replay"))
         records = [served(p, rate, {}, {}) for p, rate in ((live, 100), (slow, 90), (replay, 300))]
@@ -527,7 +534,7 @@ class TestTables:
     def test_best_layouts_are_a_grid_of_loads(self, tmp_path: Path) -> None:
         """200 / 160 tok/s is 1.25; at 32 both give 640."""
         records = [
-            step(build.point(lay, concurrency=n), ms)
+            step(build.make_point(lay, concurrency=n), ms)
             for lay, n, ms in ((TP, 8, 40), (DCP, 8, 50), (TP, 32, 50), (DCP, 32, 50))
         ]
         found = read(tmp_path, *records)
@@ -541,7 +548,7 @@ class TestTables:
         ran.
         """
         ran = [(TP, 8, 50), (DCP, 8, 40), (DCP, 32, 50), (DP, 32, 40), (DCP, 48, 50)]
-        records = [step(build.point(lay, concurrency=n), ms) for lay, n, ms in ran]
+        records = [step(build.make_point(lay, concurrency=n), ms) for lay, n, ms in ran]
         _, over = answer_tables.build_grids(read(tmp_path, *records))
         assert over.rows == [["context 4,000", "tp4·dcp4", "▲ 1.25×", "no tp4; 0.80× tp4·dp4·ep4", "no tp4"]]
 

@@ -75,7 +75,7 @@ def measure_own(
     **changes: Any,
 ) -> Record:
     """Return a decode point of dcpbench's engine with steps of exactly `ms`, 50 µs of which have no kernel."""
-    point = build.point(
+    point = build.make_point(
         layout,
         model="deepseek-v3",
         concurrency=concurrency,
@@ -85,7 +85,9 @@ def measure_own(
         backend="triton",
     )
     environment = msgspec.structs.replace(build.GPU, device_count=2)
-    record = build.ok(point, median_ms=ms, noise=0.0, environment=environment, started_at=f"{layout} {context} {ms}")
+    record = build.make_ok_record(
+        point, median_ms=ms, noise=0.0, environment=environment, started_at=f"{layout} {context} {ms}"
+    )
     assert record.conditions is not None
     conditions = msgspec.structs.replace(record.conditions, layers_held=61)
     return msgspec.structs.replace(
@@ -125,7 +127,7 @@ def measure_server(
 
 
 def write(tmp_path: Path, *runs: list[Record]) -> list[Path]:
-    return [build.write(tmp_path / f"run-{n}", records) for n, records in enumerate(runs)]
+    return [build.write_records(tmp_path / f"run-{n}", records) for n, records in enumerate(runs)]
 
 
 def read(tmp_path: Path, *runs: list[Record]) -> Frames:

@@ -58,11 +58,13 @@ CAPACITY = {TP: 9_857_792, DCP: 19_683_040}
 
 def measure_own(layout: Layout, rate: float, concurrency: int = 8, **changes: Any) -> Record:
     """Return a point of dcpbench's engine with an output of `rate` tok/s."""
-    point = serving.point(layout, concurrency, model=FOLDER, dtype="bf16", weights_dtype="fp8", ep="1", exchange="none")
-    serve = msgspec.structs.replace(serving.metrics(point), output_tok_s=rate)
+    point = serving.make_point(
+        layout, concurrency, model=FOLDER, dtype="bf16", weights_dtype="fp8", ep="1", exchange="none"
+    )
+    serve = msgspec.structs.replace(serving.compute_metrics(point), output_tok_s=rate)
     v3 = shorten_shape(SHAPES["deepseek-v3"], 8)
     weights = compute_weight_bytes(v3, layout, 2, *count_all_layers(v3), weights=v3.published, ep="1")
-    record = serving.served(point, serve=serve, started_at=f"{layout} {concurrency} {rate}")
+    record = serving.make_served_record(point, serve=serve, started_at=f"{layout} {concurrency} {rate}")
     assert record.conditions is not None
     conditions = msgspec.structs.replace(record.conditions, layers=8, layers_held=8, full_weights_bytes_per_gpu=weights)
     return msgspec.structs.replace(record, **({"conditions": conditions, "gpu": None} | changes))
@@ -97,7 +99,7 @@ def read(tmp_path: Path, *runs: list[Record], **options: Any) -> Frames:
 
 
 def write(tmp_path: Path, *runs: list[Record]) -> list[Path]:
-    return [build.write(tmp_path / f"run-{n}", records) for n, records in enumerate(runs)]
+    return [build.write_records(tmp_path / f"run-{n}", records) for n, records in enumerate(runs)]
 
 
 OURS_RUN = [(TP, 556, 8), (DCP, 550, 8), (TP, 620, 32), (DCP, 613, 32)]
@@ -447,7 +449,7 @@ class TestKvCapacity:
 
     def test_kv_capacity_of_several_instances_is_their_sum(self, tmp_path: Path) -> None:
         """Each of three instances has 1,000 pages of 16 tokens."""
-        record = serving.served(serving.point(TP, 8, {"mode": "replay"}, disaggregate="3"))
+        record = serving.make_served_record(serving.make_point(TP, 8, {"mode": "replay"}, disaggregate="3"))
         folders = write(tmp_path, [record])
         table = tables.build_served_table(dataframes.load_frames(folders).served, "replay")
         assert table.rows[0][table.columns.index("KV capacity tokens")] == "48,000"
@@ -466,7 +468,10 @@ class TestRunsOfOneEngine:
     def test_panel_without_points_names_its_run(self, tmp_path: Path) -> None:
         """Each run has another length, so each has panels of its own."""
         runs = [
-            [serving.served(serving.point(layout, 8, {"input_tokens": tokens})) for layout in (TP, DCP)]
+            [
+                serving.make_served_record(serving.make_point(layout, 8, {"input_tokens": tokens}))
+                for layout in (TP, DCP)
+            ]
             for tokens in ("400", "800")
         ]
         report = read(tmp_path, *runs)

@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 DCP = Layout(4, 1, 4)
-PLAIN, A2A, SYMM = (build.point(DCP, exchange=name) for name in ("ag_rs", "a2a", "symm"))
+PLAIN, A2A, SYMM = (build.make_point(DCP, exchange=name) for name in ("ag_rs", "a2a", "symm"))
 
 
 def exact(point: Point, *steps: float) -> Record:
     """Return a record with exactly these step times."""
     return msgspec.structs.replace(
-        build.ok(point, steps=1), metrics=compute_decode_metrics(list(steps), point.concurrency, point.tp)
+        build.make_ok_record(point, steps=1), metrics=compute_decode_metrics(list(steps), point.concurrency, point.tp)
     )
 
 
 def loaded(tmp_path: Path, *records: Record) -> dataframes.Frames:
     """Return frames of records that were written and read again."""
-    return dataframes.load_frames([build.write(tmp_path / "run", records)])
+    return dataframes.load_frames([build.write_records(tmp_path / "run", records)])
 
 
 def test_each_exchange_is_compared_with_ag_rs_of_the_same_point(tmp_path: Path) -> None:
     """ag_rs takes 10 ms, symm 9, a2a with replicated q 10, and ag_rs with projection first 12."""
-    replicated = build.point(DCP, exchange="a2a", q_replicate=True)
-    projected = build.point(DCP, exchange="ag_rs", project_first=True)
+    replicated = build.make_point(DCP, exchange="a2a", q_replicate=True)
+    projected = build.make_point(DCP, exchange="ag_rs", project_first=True)
     read = loaded(tmp_path, exact(PLAIN, 10), exact(SYMM, 9), exact(replicated, 10), exact(projected, 12))
     found = exchanges.compare_exchanges(findings.select_timed(read.points)).set_index("with")
     assert dict(found["ratio"]) == pytest.approx({"symm": 0.9, "a2a +q-replicate": 1.0, "ag_rs +project-first": 1.2})
@@ -58,7 +58,7 @@ def test_each_exchange_is_compared_with_ag_rs_of_the_same_point(tmp_path: Path) 
 def test_points_that_differ_in_more_than_the_exchange_are_not_compared(tmp_path: Path) -> None:
     """Backend, all-reduce or context differ; nothing is compared either if ag_rs did not run."""
     others = [
-        build.point(DCP, exchange="symm", **change)
+        build.make_point(DCP, exchange="symm", **change)
         for change in ({"backend": "triton"}, {"all_reduce": "symm"}, {"context": 5})
     ]
     read = loaded(tmp_path, exact(PLAIN, 10), *(exact(point, 9) for point in others))
@@ -91,7 +91,7 @@ def test_variants_of_one_layout_have_different_markers(tmp_path: Path) -> None:
 
 def test_variants_of_one_layout_have_the_same_colour(tmp_path: Path) -> None:
     """Other layouts have other colours."""
-    read = loaded(tmp_path, exact(build.point(Layout(4)), 9), exact(PLAIN, 10), exact(SYMM, 8))
+    read = loaded(tmp_path, exact(build.make_point(Layout(4)), 9), exact(PLAIN, 10), exact(SYMM, 8))
     style = Style.from_points(read.points)
     colours = [style.get_look(*line, style.runs[0])["color"] for line in style.lines]
     assert style.lines == [("tp4", ""), ("tp4·dcp4", "ag_rs"), ("tp4·dcp4", "symm")]
@@ -101,7 +101,7 @@ def test_variants_of_one_layout_have_the_same_colour(tmp_path: Path) -> None:
 def test_long_labels_of_bars_have_two_lines(tmp_path: Path) -> None:
     """Labels of two bars may differ only at their end."""
     points = [
-        build.point(DCP, exchange=name, backend=backend, all_reduce=reduce)
+        build.make_point(DCP, exchange=name, backend=backend, all_reduce=reduce)
         for name, backend, reduce in (("a2a", "flashinfer", "nccl"), ("symm", "triton", "symm"))
     ]
     read = loaded(tmp_path, *(exact(point, 9) for point in points))

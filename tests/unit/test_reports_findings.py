@@ -27,18 +27,18 @@ TP, DCP, DP = Layout(4), Layout(4, 1, 4), Layout(4, 4)
 
 def exact(point: Point, *steps: float, **changes: object) -> Record:
     """Return a record with exactly these step times."""
-    record = build.ok(point, steps=1, **changes)  # type: ignore[arg-type]
+    record = build.make_ok_record(point, steps=1, **changes)  # type: ignore[arg-type]
     return msgspec.structs.replace(record, metrics=compute_decode_metrics(list(steps), point.concurrency, point.tp))
 
 
 def loaded(tmp_path: Path, *records: Record) -> dataframes.Frames:
     """Return frames of records that were written and read again."""
-    return dataframes.load_frames([build.write(tmp_path / "run", records)])
+    return dataframes.load_frames([build.write_records(tmp_path / "run", records)])
 
 
 def test_repeats_become_one_row_with_median_envelope_and_spread(tmp_path: Path) -> None:
     """Medians 10 and 11 ms: 10.5; the intervals 9-11 and 10-12 span 9-12; the spread is 1 / 10.5 = 9.5 %."""
-    first, second = build.point(TP), build.point(TP, repeat=1)
+    first, second = build.make_point(TP), build.make_point(TP, repeat=1)
     read = loaded(tmp_path, exact(first, 9, 10, 11), exact(second, 10, 11, 12))
     (row,) = read.points.to_dict("records")
     assert (row["step_ms"], row["step_ms_low"], row["step_ms_high"]) == (10.5, 9, 12)
@@ -51,10 +51,10 @@ def test_runs_as_repeats_are_merged_into_one_run(tmp_path: Path) -> None:
     """Medians 10 and 11 ms in two folders: one row, two repeats, 1 / 10.5 apart; a point that both reject is listed
     once.
     """
-    rejected = build.rejected(build.point(DCP))
+    rejected = build.make_rejected_record(build.make_point(DCP))
     folders = [
-        build.write(tmp_path / "monday", [exact(build.point(TP), 10), rejected]),
-        build.write(tmp_path / "tuesday", [exact(build.point(TP), 11), rejected]),
+        build.write_records(tmp_path / "monday", [exact(build.make_point(TP), 10), rejected]),
+        build.write_records(tmp_path / "tuesday", [exact(build.make_point(TP), 11), rejected]),
     ]
     read = dataframes.load_frames(folders, as_repeats=True)
     (row,) = read.points.to_dict("records")
@@ -66,7 +66,7 @@ def test_runs_as_repeats_are_merged_into_one_run(tmp_path: Path) -> None:
 
 def test_copy_of_a_run_is_no_repeat(tmp_path: Path) -> None:
     """The same samples at the same time were measured once, whatever the name of the folder."""
-    folders = [build.write(tmp_path / name, [exact(build.point(TP), 10)]) for name in ("monday", "copy")]
+    folders = [build.write_records(tmp_path / name, [exact(build.make_point(TP), 10)]) for name in ("monday", "copy")]
     (row,) = dataframes.load_frames(folders, as_repeats=True).points.to_dict("records")
     assert row["repeats"] == 1
 
@@ -76,9 +76,11 @@ def test_points_of_different_gpus_in_one_file_are_not_compared(tmp_path: Path) -
     other = msgspec.structs.replace(build.GPU, device="NVIDIA H100")
     slow, dcp = (
         msgspec.structs.replace(exact(point, 11), environment=other)
-        for point in (build.point(TP, repeat=1), build.point(DCP))
+        for point in (build.make_point(TP, repeat=1), build.make_point(DCP))
     )
-    folder = build.write(tmp_path / "run", [exact(build.point(TP), 10), slow, dcp, build.rejected(build.point(DP))])
+    folder = build.write_records(
+        tmp_path / "run", [exact(build.make_point(TP), 10), slow, dcp, build.make_rejected_record(build.make_point(DP))]
+    )
     read = dataframes.load_frames([folder])
     h200, h100 = "run (NVIDIA H200)", "run (NVIDIA H100)"
     assert sorted(zip(read.points["run"], read.points["layout"], read.points["repeats"], strict=True)) == [
@@ -92,10 +94,12 @@ def test_points_of_different_gpus_in_one_file_are_not_compared(tmp_path: Path) -
 def test_runs_of_different_environments_are_refused_as_repeats(tmp_path: Path) -> None:
     """The first difference is named; a record without an environment, such as a rejected one, does not matter."""
     other = msgspec.structs.replace(build.GPU, nccl="2.99", triton="9")
-    slow = msgspec.structs.replace(exact(build.point(TP), 11), environment=other)
+    slow = msgspec.structs.replace(exact(build.make_point(TP), 11), environment=other)
     folders = [
-        build.write(tmp_path / "monday", [build.rejected(build.point(DCP)), exact(build.point(TP), 10)]),
-        build.write(tmp_path / "tuesday", [slow]),
+        build.write_records(
+            tmp_path / "monday", [build.make_rejected_record(build.make_point(DCP)), exact(build.make_point(TP), 10)]
+        ),
+        build.write_records(tmp_path / "tuesday", [slow]),
     ]
     with pytest.raises(UsageError, match=r"nccl is 2\.27 in monday and 2\.99 in tuesday"):
         dataframes.load_frames(folders, as_repeats=True)
@@ -107,9 +111,9 @@ def test_flashmla_versions_must_match_for_points_that_may_use_it(backend: str, r
     """Only one of two machines has FlashMLA; `auto` may have tried it."""
     folders = []
     for name, version in (("with", "1.0.0"), ("without", None)):
-        record = exact(build.point(TP, backend=backend), 10 if version else 11)
+        record = exact(build.make_point(TP, backend=backend), 10 if version else 11)
         environment = msgspec.structs.replace(build.GPU, flash_mla=version)
-        folders.append(build.write(tmp_path / name, [msgspec.structs.replace(record, environment=environment)]))
+        folders.append(build.write_records(tmp_path / name, [msgspec.structs.replace(record, environment=environment)]))
     if repeats:
         (row,) = dataframes.load_frames(folders, as_repeats=True).points.to_dict("records")
         assert row["repeats"] == repeats
@@ -120,14 +124,14 @@ def test_flashmla_versions_must_match_for_points_that_may_use_it(backend: str, r
 
 def test_point_measured_again_counts_once_with_its_last_record(tmp_path: Path) -> None:
     """After --resume the failure is no longer listed, and the run counts one replaced record."""
-    read = loaded(tmp_path, build.failed(build.point(TP)), exact(build.point(TP), 10))
+    read = loaded(tmp_path, build.make_failed_record(build.make_point(TP)), exact(build.make_point(TP), 10))
     assert len(read.points) == 1
     assert read.others.empty
     assert read.runs[0].replaced == 1
 
 
 def test_points_are_sorted_by_context_concurrency_and_layout(tmp_path: Path) -> None:
-    points = [build.point(lay, context=c, concurrency=n) for c in (9, 5) for n in (32, 8) for lay in (DCP, TP)]
+    points = [build.make_point(lay, context=c, concurrency=n) for c in (9, 5) for n in (32, 8) for lay in (DCP, TP)]
     read = loaded(tmp_path, *(exact(p, 10) for p in points))
     assert list(read.points["context"]) == [5] * 4 + [9] * 4
     assert list(read.points["concurrency"][:4]) == [8, 8, 32, 32]
@@ -135,31 +139,33 @@ def test_points_are_sorted_by_context_concurrency_and_layout(tmp_path: Path) -> 
 
 
 def test_labels_name_the_backend_only_if_several_ran(tmp_path: Path) -> None:
-    assert list(loaded(tmp_path / "1", exact(build.point(TP), 1), exact(build.point(DCP), 1)).points["label"]) == [
+    assert list(
+        loaded(tmp_path / "1", exact(build.make_point(TP), 1), exact(build.make_point(DCP), 1)).points["label"]
+    ) == [
         "tp4",
         "tp4·dcp4",
     ]
-    two = loaded(tmp_path / "2", exact(build.point(TP), 1), exact(build.point(TP, backend="triton"), 1))
+    two = loaded(tmp_path / "2", exact(build.make_point(TP), 1), exact(build.make_point(TP, backend="triton"), 1))
     assert list(two.points["label"]) == ["tp4 (flashinfer)", "tp4 (triton)"]
 
 
 def test_labels_name_options_of_an_exchange_only_if_they_differ(tmp_path: Path) -> None:
     """With one exchange and the same q replication in all points the labels have no options; baselines never have any."""
-    plain, wide = build.point(DCP, exchange="a2a"), build.point(DCP, exchange="a2a", q_replicate=True)
-    same = loaded(tmp_path / "1", exact(build.point(TP), 1), exact(wide, 1))
+    plain, wide = build.make_point(DCP, exchange="a2a"), build.make_point(DCP, exchange="a2a", q_replicate=True)
+    same = loaded(tmp_path / "1", exact(build.make_point(TP), 1), exact(wide, 1))
     assert list(same.points["label"]) == ["tp4", "tp4·dcp4"]
-    two = loaded(tmp_path / "2", exact(build.point(TP), 1), exact(plain, 1), exact(wide, 1))
+    two = loaded(tmp_path / "2", exact(build.make_point(TP), 1), exact(plain, 1), exact(wide, 1))
     assert list(two.points["label"]) == ["tp4", "tp4·dcp4", "tp4·dcp4 (+q-replicate)"]
-    three = loaded(tmp_path / "3", *(exact(p, 1) for p in (build.point(TP), build.point(DCP), plain, wide)))
+    three = loaded(tmp_path / "3", *(exact(p, 1) for p in (build.make_point(TP), build.make_point(DCP), plain, wide)))
     assert set(three.points["variant"]) == {"", "ag_rs", "a2a", "a2a +q-replicate"}
-    reduced = loaded(tmp_path / "4", exact(build.point(TP), 1), exact(build.point(TP, all_reduce="symm"), 1))
+    reduced = loaded(tmp_path / "4", exact(build.make_point(TP), 1), exact(build.make_point(TP, all_reduce="symm"), 1))
     assert set(reduced.points["variant"]) == {"nccl all-reduce", "symm all-reduce"}
 
 
 def test_runs_with_the_same_name_are_named_by_their_path(tmp_path: Path) -> None:
     """Names have as many folders as necessary; a run with a unique name keeps it."""
     places = ("a/run", "b/run", "alone", "x/c/same", "y/c/same")
-    folders = [build.write(tmp_path / place, [exact(build.point(TP), 1)]) for place in places]
+    folders = [build.write_records(tmp_path / place, [exact(build.make_point(TP), 1)]) for place in places]
     assert set(dataframes.load_frames(folders).points["run"]) == set(places)
 
 
@@ -171,13 +177,13 @@ def test_best_layout_is_clear_with_separate_intervals_and_two_percent_lead(
     """
     read = loaded(
         tmp_path,
-        exact(build.point(TP, context=1), 10),
-        exact(build.point(DCP, context=1), 11),
-        exact(build.point(TP, context=2), 10),
-        exact(build.point(DCP, context=2), 10.1),
-        exact(build.point(TP, context=3), 9, 11, 12),
-        exact(build.point(DCP, context=3), 10, 12, 13),
-        exact(build.point(TP, context=4), 10),
+        exact(build.make_point(TP, context=1), 10),
+        exact(build.make_point(DCP, context=1), 11),
+        exact(build.make_point(TP, context=2), 10),
+        exact(build.make_point(DCP, context=2), 10.1),
+        exact(build.make_point(TP, context=3), 9, 11, 12),
+        exact(build.make_point(DCP, context=3), 10, 12, 13),
+        exact(build.make_point(TP, context=4), 10),
     )
     best = findings.find_best_per_load(findings.select_timed(read.everything))
     assert list(best["context"]) == [1, 2, 3], "a single layout has no best"
@@ -191,7 +197,12 @@ def test_best_layout_is_clear_with_separate_intervals_and_two_percent_lead(
 
 def test_dcp_is_compared_with_the_same_layout_without_it(tmp_path: Path) -> None:
     """20 ms with tp4, 10 ms [9, 11] with dcp4: 2 times, from 20/11 = 1.82 to 20/9 = 2.22. dp4 is not its baseline."""
-    read = loaded(tmp_path, exact(build.point(TP), 20), exact(build.point(DCP), 9, 10, 11), exact(build.point(DP), 5))
+    read = loaded(
+        tmp_path,
+        exact(build.make_point(TP), 20),
+        exact(build.make_point(DCP), 9, 10, 11),
+        exact(build.make_point(DP), 5),
+    )
     (row,) = findings.compare_dcp_with_baseline(findings.select_timed(read.everything)).to_dict("records")
     assert "index" not in row
     assert row["baseline"] == "tp4"
@@ -206,13 +217,13 @@ def test_dcp_is_compared_with_the_same_layout_without_it(tmp_path: Path) -> None
 )
 def test_dcp_verdicts_need_more_than_noise(tmp_path: Path, steps: tuple[float, ...], verdict: str) -> None:
     """Ratios to 20 ms are 2.0, 0.67, 1.005 (less than repeats may differ), and 1.11 with an interval from 0.8 to 2."""
-    read = loaded(tmp_path, exact(build.point(TP), 20), exact(build.point(DCP), *steps))
+    read = loaded(tmp_path, exact(build.make_point(TP), 20), exact(build.make_point(DCP), *steps))
     assert findings.compare_dcp_with_baseline(findings.select_timed(read.everything))["verdict"][0] == verdict
 
 
 def test_dcp_point_with_rejected_baseline_is_named_and_not_compared(tmp_path: Path) -> None:
     """A layout with DCP that ran alone is a finding, not an infinite ratio."""
-    read = loaded(tmp_path, build.rejected(build.point(TP)), exact(build.point(DCP), 10))
+    read = loaded(tmp_path, build.make_rejected_record(build.make_point(TP)), exact(build.make_point(DCP), 10))
     (row,) = findings.compare_dcp_with_baseline(findings.select_timed(read.everything)).to_dict("records")
     assert row["verdict"] == "no baseline"
     sentences = " ".join(answer.format_top_sentences(read))
@@ -221,15 +232,15 @@ def test_dcp_point_with_rejected_baseline_is_named_and_not_compared(tmp_path: Pa
 
 def test_baseline_that_was_not_tried_is_not_named_as_rejected(tmp_path: Path) -> None:
     """An interrupted run tried tp4 only at 4,000 tokens, not at 8,000."""
-    interrupted, longer = build.rejected(build.point(TP)), build.point(DCP, context=8000)
-    read = loaded(tmp_path, interrupted, exact(build.point(DCP), 10), exact(longer, 12))
+    interrupted, longer = build.make_rejected_record(build.make_point(TP)), build.make_point(DCP, context=8000)
+    read = loaded(tmp_path, interrupted, exact(build.make_point(DCP), 10), exact(longer, 12))
     text = " ".join(answer.format_top_sentences(read))
     assert "1 point with DCP ran under loads at which tp4 was rejected (concurrency 8 · context 4,000)" in text
 
 
 def test_kv_capacity_is_compared_per_gib(tmp_path: Path) -> None:
     """The dcp4 pool is half as large and holds 2 times as many tokens: 4 times per GiB."""
-    plain, split = exact(build.point(TP), 10), exact(build.point(DCP), 10)
+    plain, split = exact(build.make_point(TP), 10), exact(build.make_point(DCP), 10)
     assert plain.kv
     small = msgspec.structs.replace(
         plain.kv, pool_bytes_per_gpu=plain.kv.pool_bytes_per_gpu // 2, capacity_tokens=plain.kv.capacity_tokens * 2
@@ -242,8 +253,8 @@ def test_sentence_counts_repeats_that_disagree(tmp_path: Path) -> None:
     """100 and 103 ms: 3 / 101.5 = 2.96 %, more than 2 %; 100 and 101 ms agree."""
     read = loaded(
         tmp_path,
-        *(exact(build.point(TP, repeat=i), ms) for i, ms in enumerate((100, 103))),
-        *(exact(build.point(DCP, repeat=i), ms) for i, ms in enumerate((100, 101))),
+        *(exact(build.make_point(TP, repeat=i), ms) for i, ms in enumerate((100, 103))),
+        *(exact(build.make_point(DCP, repeat=i), ms) for i, ms in enumerate((100, 101))),
     )
     table = findings.compare_repeats(read)
     assert sorted(table["apart"]) == [pytest.approx(1 / 100.5), pytest.approx(3 / 101.5)]
@@ -254,7 +265,7 @@ def test_sentence_counts_repeats_that_disagree(tmp_path: Path) -> None:
 
 def test_sentence_gives_the_difference_of_repeats_that_agree(tmp_path: Path) -> None:
     """100 and 101 ms: 1 / 100.5 = 0.995 %, printed as 1 %."""
-    read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), ms) for i, ms in enumerate((100, 101))))
+    read = loaded(tmp_path, *(exact(build.make_point(TP, repeat=i), ms) for i, ms in enumerate((100, 101))))
     assert findings.format_repeats_sentence(findings.compare_repeats(read)["apart"]) == (
         "Repeats agree within 1 % at the one point measured more than once."
     )
@@ -262,21 +273,23 @@ def test_sentence_gives_the_difference_of_repeats_that_agree(tmp_path: Path) -> 
 
 def test_copied_run_is_not_compared_with_its_original(tmp_path: Path) -> None:
     """Every point of a copy would agree with its original within 0 %."""
-    record = exact(build.point(TP), 10)
-    a, b = (build.write(tmp_path / name, [record]) for name in "ab")
+    record = exact(build.make_point(TP), 10)
+    a, b = (build.write_records(tmp_path / name, [record]) for name in "ab")
     assert findings.compare_repeats(dataframes.load_frames([a, b])).empty
 
 
 def test_runs_on_different_hardware_are_not_compared_as_repeats(tmp_path: Path) -> None:
     """The same point ran on an H200 and on a CPU."""
-    a = build.write(tmp_path / "a", [exact(build.point(TP), 10)])
-    b = build.write(tmp_path / "b", [exact(build.point(TP), 99, environment=build.CPU)])
+    a = build.write_records(tmp_path / "a", [exact(build.make_point(TP), 10)])
+    b = build.write_records(tmp_path / "b", [exact(build.make_point(TP), 99, environment=build.CPU)])
     assert findings.compare_repeats(dataframes.load_frames([a, b])).empty
 
 
 def test_cpu_points_are_excluded_from_comparisons(tmp_path: Path) -> None:
     """CPU points have a mark, or a device if the mark is missing."""
-    read = loaded(tmp_path, build.on_cpu(build.point(TP)), exact(build.point(DCP), 10, environment=build.CPU))
+    read = loaded(
+        tmp_path, build.make_cpu_record(build.make_point(TP)), exact(build.make_point(DCP), 10, environment=build.CPU)
+    )
     assert read.cpu
     assert findings.select_timed(read.everything).empty
 
@@ -287,9 +300,9 @@ def test_frontier_has_points_that_no_other_beats_in_both_rates(tmp_path: Path) -
     """
     read = loaded(
         tmp_path,
-        exact(build.point(TP, concurrency=8), 10),
-        exact(build.point(TP, concurrency=32), 20),
-        exact(build.point(DCP, concurrency=8), 16),
+        exact(build.make_point(TP, concurrency=8), 10),
+        exact(build.make_point(TP, concurrency=32), 20),
+        exact(build.make_point(DCP, concurrency=8), 16),
     )
     assert list(find_frontier(read.points)["concurrency"]) == [8, 32]
 

@@ -42,7 +42,9 @@ RATES = Rates(read_bytes_s=4.6e12, copy_bytes_s=4.3e12, matmul_flop_s=790e12)
 def floored(floor_ms: float = 62.5, layout: Layout = Layout(4), **phase_us: float) -> Record:  # noqa: B008 - frozen
     """Return a record with steps of 100 ms, and these floors of phases."""
     floor = Floor(floor_ms=floor_ms, phase_floor_us=phase_us, experts="routed")
-    return build.ok(build.point(layout), median_ms=100.0, noise=0.0, steps=30, phases=PHASES, rates=RATES, floor=floor)
+    return build.make_ok_record(
+        build.make_point(layout), median_ms=100.0, noise=0.0, steps=30, phases=PHASES, rates=RATES, floor=floor
+    )
 
 
 NEAR = floored(80.0, Layout(4, 1, 4), attention=27_000.0, moe=51_000.0, mlp_reduce=2_000.0)
@@ -53,7 +55,7 @@ FAR = floored(attention=18_000.0, moe=42_000.0, mlp_reduce=2_000.0, norm=500.0)
 
 def read(tmp_path: Path, *records: Record) -> dataframes.Frames:
     """Return frames of one run with these records."""
-    return dataframes.load_frames([build.write(tmp_path / "run", records)])
+    return dataframes.load_frames([build.write_records(tmp_path / "run", records)])
 
 
 def test_losses_are_sorted_and_small_ones_are_left_out(tmp_path):
@@ -99,12 +101,12 @@ def test_one_bullet_of_the_opening_names_the_ratio(tmp_path):
     other = build.msgspec.structs.replace(NEAR, point=build.msgspec.structs.replace(NEAR.point, model="deepseek-v3"))
     bullets = overview.format_bullets(read(tmp_path / "models", FAR, other))
     assert any("At the worst point, Kimi-K2, tp4 with 8 × 4,000 tokens" in bullet for bullet in bullets)
-    none = read(tmp_path / "none", build.ok(build.point()))
+    none = read(tmp_path / "none", build.make_ok_record(build.make_point()))
     assert not any("hardware allows" in bullet for bullet in overview.format_bullets(none))
 
 
 def test_table_has_every_point_with_a_floor(tmp_path):
-    table = floors.build_table(read(tmp_path, FAR, NEAR, build.ok(build.point(concurrency=16))).points)
+    table = floors.build_table(read(tmp_path, FAR, NEAR, build.make_ok_record(build.make_point(concurrency=16))).points)
     assert [row[3] for row in table.rows] == ["tp4", "tp4·dcp4"]
     assert [row[4] for row in table.rows] == [
         "moe 18.0, attention 12.0, idle 4.00, mlp reduce 2.00, other 1.00",
@@ -126,7 +128,7 @@ def test_show_and_report_have_the_sentence_and_a_definition(tmp_path):
 
 def test_report_without_floors_does_not_mention_them(tmp_path):
     """Older records have no floors."""
-    found = read(tmp_path, build.ok(build.point()))
+    found = read(tmp_path, build.make_ok_record(build.make_point()))
     assert floors.format_decode_sentences(found.points) == []
     assert floors.build_table(found.points).rows == []
     assert "floor" not in [row[0] for row in explain.build_definitions(found).rows]
@@ -170,7 +172,9 @@ def served(tmp_path: Path, *shares: tuple[float | None, ...]) -> list[str]:
     names = ("prefill_floor_share", "prefill_matmul_share", "decode_floor_share")
     records = []
     for repeat, values in enumerate(shares):
-        record = serve_record_builder.served(serve_record_builder.point(Layout(4), concurrency=2**repeat))
+        record = serve_record_builder.make_served_record(
+            serve_record_builder.make_point(Layout(4), concurrency=2**repeat)
+        )
         records.append(
             msgspec.structs.replace(
                 record, serve=msgspec.structs.replace(record.serve, **dict(zip(names, values, strict=True)))
@@ -199,7 +203,7 @@ def test_sentence_omits_a_kind_of_step_without_a_share(tmp_path):
 def test_metrics_of_floors_are_read_from_a_record():
     assert METRIC["floor_ms"].get_value(FAR) == 62.5
     assert METRIC["floor_share"].get_value(FAR) == pytest.approx(0.625)
-    assert METRIC["floor_share"].get_value(build.ok(build.point())) is None
+    assert METRIC["floor_share"].get_value(build.make_ok_record(build.make_point())) is None
 
 
 def test_rates_and_floor_survive_encoding():

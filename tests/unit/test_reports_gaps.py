@@ -21,7 +21,7 @@ TP4, DCP4 = Layout(4), Layout(4, 1, 4)
 
 def step(layout: Layout, ms: float, idle_us: float, kernels: int = 2000, **changes: object) -> Record:
     """Return a step with this number of kernels and idle time between them."""
-    record = build.ok(build.point(layout, **changes), median_ms=ms, noise=1e-5)
+    record = build.make_ok_record(build.make_point(layout, **changes), median_ms=ms, noise=1e-5)
     assert record.phases is not None
     return msgspec.structs.replace(
         record, phases=msgspec.structs.replace(record.phases, idle_us=idle_us, kernels=kernels)
@@ -30,7 +30,7 @@ def step(layout: Layout, ms: float, idle_us: float, kernels: int = 2000, **chang
 
 def loaded(folder: Path, *records: Record) -> dataframes.Frames:
     """Return frames of a run with these records."""
-    build.write(folder, records)
+    build.write_records(folder, records)
     return dataframes.load_frames([folder])
 
 

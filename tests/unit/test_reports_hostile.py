@@ -45,9 +45,11 @@ TP, DCP = Layout(4), Layout(4, 1, 4)
 HTML = "<script>alert(1)</script>\"' onload=x $\\frac{1}{ | `a` \x1b[31m [red] \N{RIGHT-TO-LEFT OVERRIDE}</details>"
 
 
-def line(record: Record | None = None) -> dict[str, Any]:
+def make_line(record: Record | None = None) -> dict[str, Any]:
     """Return a record as it is written, for tests to damage."""
-    found: dict[str, Any] = json.loads(msgspec.json.encode(record or build.ok(build.point(TP), steps=5)))
+    found: dict[str, Any] = json.loads(
+        msgspec.json.encode(record or build.make_ok_record(build.make_point(TP), steps=5))
+    )
     return found
 
 
@@ -61,7 +63,7 @@ def run(folder: Path, *found: dict[str, Any] | bytes) -> Path:
 
 def changed(path: str, value: object, record: Record | None = None) -> dict[str, Any]:
     """Return a line with another value at `a.b.c`."""
-    found = line(record)
+    found = make_line(record)
     *parents, last = path.split(".")
     at = found
     for name in parents:
@@ -84,7 +86,7 @@ def print_everything(folder: Path) -> str:
 REFUSED = {
     "nan": (json.dumps(changed("metrics.output_tok_s.median", float("nan"))).encode(), "malformed"),
     "infinity": (json.dumps(changed("seconds", float("inf"))).encode(), "malformed"),
-    "beyond-double": (json.dumps(line()).replace('"seconds": 21.0', '"seconds": 1e999').encode(), "out of range"),
+    "beyond-double": (json.dumps(make_line()).replace('"seconds": 21.0', '"seconds": 1e999').encode(), "out of range"),
     "huge-integer": (changed("point.context", 10**30), r"point\.context is above 1e\+15"),
     "huge-float": (changed("metrics.tok_s_per_user", 1e300), r"metrics\.tok_s_per_user is above"),
     "negative-load": (changed("point.concurrency", -8), r"point\.concurrency is -8, below 0"),
@@ -93,7 +95,7 @@ REFUSED = {
     "interval-inside-out": (changed("metrics.output_tok_s.high", 1.0), "does not hold"),
     "negative-latency": (changed("metrics.itl_ms.p50", -3.0), r"metrics\.itl_ms\.p50 is -3"),
     "served-nothing": (
-        changed("serve.output_tok_s", 0, serve.served(serve.point(TP))),
+        changed("serve.output_tok_s", 0, serve.make_served_record(serve.make_point(TP))),
         r"serve\.output_tok_s is 0, not above 0",
     ),
     "unknown-outcome": (changed("outcome", "great"), "outcome is 'great', none of ok, failed, hung, rejected"),
@@ -103,11 +105,11 @@ REFUSED = {
     "negative-phase": (changed("phases.phase_us", {"moe": -0.5}), r"phases\.phase_us\.moe is -0\.5, below 0"),
     "negative-sync": (changed("host_syncs_per_step", -1), r"host_syncs_per_step is -1, below 0"),
     "negative-requests": (
-        changed("point.load.requests", -5, serve.served(serve.point(TP))),
+        changed("point.load.requests", -5, serve.make_served_record(serve.make_point(TP))),
         r"point\.load\.requests is -5, below 0",
     ),
     "negative-steady-time": (
-        changed("serve.steady_s", -2.5, serve.served(serve.point(TP))),
+        changed("serve.steady_s", -2.5, serve.make_served_record(serve.make_point(TP))),
         r"serve\.steady_s is -2\.5, below 0",
     ),
     "dcp-that-does-not-divide": (
@@ -115,17 +117,20 @@ REFUSED = {
         r"point\.dcp 3 does not divide tp / dp = 4, so that it cannot have run",
     ),
     "dcp-beyond-its-replica": (
-        changed("point.dcp", 4, build.ok(build.point(Layout(4, 2)), steps=5)),
+        changed("point.dcp", 4, build.make_ok_record(build.make_point(Layout(4, 2)), steps=5)),
         r"point\.dcp 4 does not divide tp / dp = 2",
     ),
     "dp-that-does-not-divide": (changed("point.dp", 3), r"point\.dp 3 does not divide tp 4"),
     "half-a-layout": (changed("point.tp", 0), r"point\.tp is 0, which no layout that ran has"),
     "no-dcp": (changed("point.dcp", 0), r"point\.dcp is 0, which no layout that ran has"),
     "failed-on-no-layout": (
-        changed("point.dcp", 3, build.failed(build.point(TP))),
+        changed("point.dcp", 3, build.make_failed_record(build.make_point(TP))),
         r"point\.dcp 3 does not divide tp / dp = 4",
     ),
-    "missing-field": ({name: value for name, value in line().items() if name != "outcome"}, "missing required field"),
+    "missing-field": (
+        {name: value for name, value in make_line().items() if name != "outcome"},
+        "missing required field",
+    ),
     "wrong-type": (changed("point.concurrency", "eight"), "Expected `int`"),
     "no-point": (changed("point", None), "Expected `object`"),
     "thousands-of-marks": (changed("warnings", ["noisy"] * 5000), "warnings has 5,000 entries"),
@@ -135,7 +140,7 @@ REFUSED = {
     "a-list": (b"[1, 2]", "not a JSON object"),
     "a-word": (b"hello", "not a JSON object"),
     "binary": (bytes(range(1, 10)) * 40, "not a JSON object"),
-    "not-utf-8": (json.dumps(line()).encode().replace(b"kimi-k2", b"\xff\xfe"), "can't decode"),
+    "not-utf-8": (json.dumps(make_line()).encode().replace(b"kimi-k2", b"\xff\xfe"), "can't decode"),
     "half-a-surrogate": (json.dumps(changed("point.model", "\ud800")).encode(), "surrogate"),
     "too-deep": (b'{"schema_version": 1, "x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deep|recursion"),
 }
@@ -145,7 +150,7 @@ REFUSED = {
 def test_hostile_line_is_refused_with_file_line_and_remedy(tmp_path: Path, name: str) -> None:
     """The line is the second of three, so no crash can have cut it short; a report reads the other two and names it."""
     damaged, pattern = REFUSED[name]
-    folder = run(tmp_path / "run", line(), damaged, line())
+    folder = run(tmp_path / "run", make_line(), damaged, make_line())
     with pytest.raises(RecordsError, match=pattern) as raised:
         read_run(folder)
     message = str(raised.value)
@@ -157,8 +162,8 @@ def test_hostile_line_is_refused_with_file_line_and_remedy(tmp_path: Path, name:
 
 
 ACCEPTED = {
-    "rejected-layout": changed("point.dcp", 3, build.rejected(build.point(TP))),
-    "unknown-layout": changed("point", line()["point"] | {"tp": 0, "dp": 0, "dcp": 0}),
+    "rejected-layout": changed("point.dcp", 3, build.make_rejected_record(build.make_point(TP))),
+    "unknown-layout": changed("point", make_line()["point"] | {"tp": 0, "dp": 0, "dcp": 0}),
     "idle-time-rounded-below-0": changed("phases.idle_us", -1e-13),
     "zero": changed("seconds", -0.0),
     "negative-numbers-in-text": changed("reason", "between [-5, -6]: -7 is not -8"),
@@ -184,7 +189,7 @@ def test_file_without_records_is_not_treated_as_cut_short(tmp_path: Path) -> Non
 
 def test_last_line_is_cut_short_only_if_it_can_be_completed(tmp_path: Path) -> None:
     """Half a record is left out; a complete one without its newline counts; a wrong one is refused."""
-    folder = run(tmp_path / "run", line())
+    folder = run(tmp_path / "run", make_line())
     path, whole = folder / RECORDS_FILE, json.dumps(changed("point.concurrency", 9)).encode()
     before = path.read_bytes()
     path.write_bytes(before + whole[:99])
@@ -213,7 +218,9 @@ STRINGS = (
 @pytest.mark.sample(3)
 def test_markup_in_any_string_is_escaped(tmp_path: Path, field: str) -> None:
     """Markdown has no tag outside of a fenced command, a terminal no escape, a table no further column."""
-    printed = print_everything(run(tmp_path / "run", line(), changed(field, HTML, build.ok(build.point(DCP), steps=5))))
+    printed = print_everything(
+        run(tmp_path / "run", make_line(), changed(field, HTML, build.make_ok_record(build.make_point(DCP), steps=5)))
+    )
     assert "<script>" not in re.sub(r"```.*?```", "", printed, flags=re.DOTALL).split("\nrun,")[0].split("\nmodel,")[0]
     assert "\x1b" not in printed
 
@@ -222,8 +229,12 @@ def test_markup_in_any_string_is_escaped(tmp_path: Path, field: str) -> None:
 @pytest.mark.sample(3)
 def test_strings_of_ten_megabytes_are_truncated_everywhere(tmp_path: Path, field: str) -> None:
     """2,000 letters and the length are kept, in tables 1,000; nothing grows with the rest."""
-    record = build.failed(build.point(DCP)) if field == "reason" else build.ok(build.point(DCP), steps=5)
-    printed = print_everything(run(tmp_path / "run", line(), changed(field, "x" * 10_000_000, record)))
+    record = (
+        build.make_failed_record(build.make_point(DCP))
+        if field == "reason"
+        else build.make_ok_record(build.make_point(DCP), steps=5)
+    )
+    printed = print_everything(run(tmp_path / "run", make_line(), changed(field, "x" * 10_000_000, record)))
     assert len(printed) < 200_000
     assert "x" * (MAX_TEXT_CHARS + 1) not in printed
     assert "x" * 300 in printed.replace("\n", "") or field in {"point.dtype", "conditions.weights", "point.backend"}
@@ -262,7 +273,9 @@ def test_long_cells_are_truncated_in_every_table(tmp_path: Path) -> None:
 )
 def test_odd_values_are_shown_without_error(tmp_path: Path, damaged: dict[str, Any]) -> None:
     """There is no warning either, and the other point is shown."""
-    assert "tp4·dcp4" in print_everything(run(tmp_path / "run", damaged, line(build.ok(build.point(DCP), steps=5))))
+    assert "tp4·dcp4" in print_everything(
+        run(tmp_path / "run", damaged, make_line(build.make_ok_record(build.make_point(DCP), steps=5)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -272,7 +285,9 @@ def test_odd_values_are_shown_without_error(tmp_path: Path, damaged: dict[str, A
 )
 def test_figures_can_be_drawn_from_odd_values(tmp_path: Path, damaged: dict[str, Any]) -> None:
     """Titles, legends and axes of lines are drawn."""
-    read = dataframes.load_frames([run(tmp_path / "run", damaged, line(build.ok(build.point(DCP), steps=5)))])
+    read = dataframes.load_frames(
+        [run(tmp_path / "run", damaged, make_line(build.make_ok_record(build.make_point(DCP), steps=5)))]
+    )
     with apply_style():
         for draw in (figures.draw_throughput, figures.draw_itl, figures.draw_frontier):
             draw(read.points, style.Style.from_points(read.points), "title").savefig(tmp_path / "figure.svg")
@@ -281,13 +296,13 @@ def test_figures_can_be_drawn_from_odd_values(tmp_path: Path, damaged: dict[str,
 
 def grid(folder: Path, contexts: int, loads: int) -> dataframes.Frames:
     """Return frames of tp4 and tp4·dcp4 at every context and load."""
-    template = build.ok(build.point(TP), steps=2)
+    template = build.make_ok_record(build.make_point(TP), steps=2)
     return dataframes.load_frames(
         [
-            build.write(
+            build.write_records(
                 folder,
                 (
-                    msgspec.structs.replace(template, point=build.point(layout, context=c, concurrency=n))
+                    msgspec.structs.replace(template, point=build.make_point(layout, context=c, concurrency=n))
                     for c in range(1, contexts + 1)
                     for n in range(1, loads + 1)
                     for layout in (TP, DCP)
@@ -329,20 +344,24 @@ def test_figure_shows_all_points_up_to_its_limits(tmp_path: Path) -> None:
 def test_figure_keeps_the_fastest_layouts(tmp_path: Path) -> None:
     """Each of 20 layouts under one load takes 1 ms longer than the one before: the first 16 are kept."""
     records = [
-        msgspec.structs.replace(build.ok(build.point(TP, backend=f"b{i:02}"), steps=3, median_ms=10.0 + i))
+        msgspec.structs.replace(
+            build.make_ok_record(build.make_point(TP, backend=f"b{i:02}"), steps=3, median_ms=10.0 + i)
+        )
         for i in range(20)
     ]
-    shown, note = plots.sample_points(dataframes.load_frames([build.write(tmp_path / "run", records)]).points)
+    shown, note = plots.sample_points(dataframes.load_frames([build.write_records(tmp_path / "run", records)]).points)
     assert set(shown["backend"]) == {f"b{i:02}" for i in range(16)}
     assert "the 16 fastest of 20 layouts" in note
-    shown, note = plots.sample_points(dataframes.load_frames([build.write(tmp_path / "few", records[:16])]).points)
+    shown, note = plots.sample_points(
+        dataframes.load_frames([build.write_records(tmp_path / "few", records[:16])]).points
+    )
     assert (len(shown), note) == (16, "")
 
 
 def test_table_of_thousands_of_reasons_is_truncated(tmp_path: Path) -> None:
     """Every point failed with a different reason."""
-    failed = (build.failed(build.point(TP, context=i), f"reason {i}") for i in range(1, 2_100))
-    built = sections.build_sections(dataframes.load_frames([build.write(tmp_path / "run", failed)]), [])
+    failed = (build.make_failed_record(build.make_point(TP, context=i), f"reason {i}") for i in range(1, 2_100))
+    built = sections.build_sections(dataframes.load_frames([build.write_records(tmp_path / "run", failed)]), [])
     assert max(len(table.rows) for section in built for table in section.tables) == MAX_ROWS
     assert not findings.select_timed(dataframes.load_frames([tmp_path / "run"]).everything).size
 
@@ -350,7 +369,7 @@ def test_table_of_thousands_of_reasons_is_truncated(tmp_path: Path) -> None:
 def test_run_with_too_many_points_is_refused_with_a_suggestion(tmp_path: Path, monkeypatch) -> None:
     """The limit of 100,000 points is three here; a repeated point counts once."""
     monkeypatch.setattr(dataframes, "MAX_POINTS", 3)
-    points = [line(build.ok(build.point(context=1000 + n))) for n in range(4)]
+    points = [make_line(build.make_ok_record(build.make_point(context=1000 + n))) for n in range(4)]
     assert len(dataframes.load_frames([run(tmp_path / "three", *points[:3], points[0])]).points) == 3
     with pytest.raises(RecordsError, match=r"four.records\.jsonl holds more than 3 points.*split -l 3"):
         dataframes.load_frames([run(tmp_path / "four", *points)])

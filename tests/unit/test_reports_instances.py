@@ -26,9 +26,9 @@ def served(
     disaggregate: str, per_gpu: float, clients: int = 8, *, itl: float = 20, busy: Any = None, **fields: Any
 ) -> Record:
     """Return a replay on instances of tp4 with this output per GPU, ITL p99 and busy shares of both sides."""
-    point = build.point(build.TP, clients, {"mode": "replay"}, disaggregate=disaggregate, **fields)
+    point = build.make_point(build.TP, clients, {"mode": "replay"}, disaggregate=disaggregate, **fields)
     split = point.instances.disaggregated
-    made = build.served(point)
+    made = build.make_served_record(point)
     assert made.serve
     found = InstanceMetrics(
         busy_share=busy or ({"prefill": 0.4, "decode": 0.5} if split else {"both": 0.9}),
@@ -49,7 +49,7 @@ def served(
 
 def loaded(tmp_path: Path, *records: Record, **options: Any) -> dataframes.Frames:
     """Return frames of one run with these records."""
-    return dataframes.load_frames([record_builder.write(tmp_path / "run", records)], **options)
+    return dataframes.load_frames([record_builder.write_records(tmp_path / "run", records)], **options)
 
 
 class TestComparisons:
@@ -165,7 +165,7 @@ class TestTables:
     def test_report_has_a_section_of_disaggregation(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         leave_figures_unsaved(monkeypatch)
         records = [served("1:1", 30, **RATE), served("2", 60), served("1:2", 30, 32, **RATE)]
-        write_report([record_builder.write(tmp_path / "run", records)], tmp_path / "report")
+        write_report([record_builder.write_records(tmp_path / "run", records)], tmp_path / "report")
         text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
         assert "\n## Prefill and decode on separate GPUs\n" in text
 

@@ -36,7 +36,7 @@ LOWERED = Gpu(sm_clock_mhz_min=1485, sm_clock_mhz_max=1980, throttle_reasons=["s
 
 
 def ok(layout: Layout, *marks: str, gpu: Gpu | None = None, concurrency: int = 8) -> Record:
-    record = build.ok(build.point(layout, concurrency=concurrency), warnings=list(marks))
+    record = build.make_ok_record(build.make_point(layout, concurrency=concurrency), warnings=list(marks))
     return msgspec.structs.replace(record, gpu=gpu)
 
 
@@ -47,7 +47,7 @@ def trust(read: dataframes.Frames) -> str:
 def test_mark_of_some_points_is_shown_per_point_with_the_clock_drop(tmp_path: Path) -> None:
     """1 - 1,485 / 1,980 = 25 %."""
     records = [ok(TP, "throttled", gpu=LOWERED), ok(DCP)]
-    read = dataframes.load_frames([build.write(tmp_path / "run", records)])
+    read = dataframes.load_frames([build.write_records(tmp_path / "run", records)])
     assert point_warnings.format_distinct_warnings(read.points) == ["throttled −25 %", ""]
     assert build_page_data(read)["columns"]["telling"] == ["throttled −25 %", None]
     assert "1 throttled (by the power limit: lowest SM clock 25 % below the highest, 1,485 of 1,980 MHz)." in trust(
@@ -57,8 +57,8 @@ def test_mark_of_some_points_is_shown_per_point_with_the_clock_drop(tmp_path: Pa
 
 def test_points_on_gpus_next_to_cpu_points_are_counted_apart(tmp_path: Path) -> None:
     """Only the point on GPUs has a warning that counts, and its times do reflect performance."""
-    cpu = build.ok(build.point(TP), environment=build.CPU, warnings=["cpu", "noisy"])
-    folders = [build.write(tmp_path / name, [r]) for name, r in (("gpu", ok(TP, "drift")), ("cpu", cpu))]
+    cpu = build.make_ok_record(build.make_point(TP), environment=build.CPU, warnings=["cpu", "noisy"])
+    folders = [build.write_records(tmp_path / name, [r]) for name, r in (("gpu", ok(TP, "drift")), ("cpu", cpu))]
     read = dataframes.load_frames(folders)
     assert trust(read).endswith("Points with a warning, of 1 on GPUs: 1 drift.")
     page = render.render_page("Title", sections.build_sections(read, []), read)
@@ -69,7 +69,7 @@ def test_mark_of_all_points_is_shown_once(tmp_path: Path) -> None:
     """Clocks drop by 25 % and 1 - 1,782 / 1,980 = 10 %; only `noisy` differs between the points."""
     less = msgspec.structs.replace(LOWERED, sm_clock_mhz_min=1782)
     records = [ok(TP, "throttled", gpu=LOWERED), ok(DCP, "throttled", "noisy", gpu=less)]
-    folder = build.write(tmp_path / "run", records)
+    folder = build.write_records(tmp_path / "run", records)
     read = dataframes.load_frames([folder])
     assert point_warnings.format_distinct_warnings(read.points) == ["", "noisy"]
     columns = build_page_data(read)["columns"]
@@ -90,19 +90,21 @@ def test_mark_of_all_points_is_shown_once(tmp_path: Path) -> None:
 
 
 def test_mark_that_invalidates_a_number_is_always_shown_per_point(tmp_path: Path) -> None:
-    read = dataframes.load_frames([build.write(tmp_path / "run", [ok(lay, "graph_differs") for lay in (TP, DCP)])])
+    read = dataframes.load_frames(
+        [build.write_records(tmp_path / "run", [ok(lay, "graph_differs") for lay in (TP, DCP)])]
+    )
     assert point_warnings.format_distinct_warnings(read.points) == ["graph_differs", "graph_differs"]
 
 
 def test_throttled_replay_has_no_clock_drop(tmp_path: Path) -> None:
     """The mark of a replay is that of the steps it replays."""
-    points = [serve.point(TP, c) for c in (8, 32)]
+    points = [serve.make_point(TP, c) for c in (8, 32)]
     loads = [msgspec.structs.replace(p.load, mode="replay") for p in points if p.load]
     records = [
-        serve.served(msgspec.structs.replace(p, load=load), warnings=["throttled"], gpu=None)
+        serve.make_served_record(msgspec.structs.replace(p, load=load), warnings=["throttled"], gpu=None)
         for p, load in zip(points, loads, strict=True)
     ]
-    read = dataframes.load_frames([build.write(tmp_path / "run", records)])
+    read = dataframes.load_frames([build.write_records(tmp_path / "run", records)])
     sentence = "all throttled (the lowest SM clock is unknown at 2 points, as a replay has no clocks of its own)."
     assert sentence in trust(read)
 
@@ -111,20 +113,20 @@ def test_caveat_counts_replays_with_throttled_step_times(tmp_path: Path) -> None
     """A live point has the reason of its lower clocks; one of two replays is marked, as its steps were, and has no
     reason.
     """
-    live = serve.point(TP, 8)
+    live = serve.make_point(TP, 8)
     assert live.load is not None
     replays = [
-        msgspec.structs.replace(serve.point(TP, n), load=msgspec.structs.replace(live.load, mode="replay"))
+        msgspec.structs.replace(serve.make_point(TP, n), load=msgspec.structs.replace(live.load, mode="replay"))
         for n in (8, 32)
     ]
     records = [
-        serve.served(live, warnings=["throttled"], gpu=LOWERED),
-        serve.served(replays[0], warnings=["throttled"], gpu=None),
-        serve.served(replays[1], warnings=[], gpu=None),
+        serve.make_served_record(live, warnings=["throttled"], gpu=LOWERED),
+        serve.make_served_record(replays[0], warnings=["throttled"], gpu=None),
+        serve.make_served_record(replays[1], warnings=[], gpu=None),
     ]
 
     def get_caveat(name: str, shown: list[Record]) -> list[str]:
-        return overview.list_caveats(dataframes.load_frames([build.write(tmp_path / name, shown)]))
+        return overview.list_caveats(dataframes.load_frames([build.write_records(tmp_path / name, shown)]))
 
     assert (
         get_caveat("all", records)[-1]
@@ -152,13 +154,13 @@ def test_caveats_name_dummy_weights_and_slow_prompt_attention(tmp_path: Path) ->
     """Points on a CPU have no FlashInfer to compare with."""
     fast = {"prefill": "flashinfer"}
     records = [
-        serve.served(serve.point(TP, 8, fast), warnings=["dummy_weights"]),
-        serve.served(serve.point(TP, 32, fast), warnings=[]),
-        serve.served(serve.point(TP, 48, {"prefill": "sdpa"}), warnings=[]),
+        serve.make_served_record(serve.make_point(TP, 8, fast), warnings=["dummy_weights"]),
+        serve.make_served_record(serve.make_point(TP, 32, fast), warnings=[]),
+        serve.make_served_record(serve.make_point(TP, 48, {"prefill": "sdpa"}), warnings=[]),
     ]
 
     def list_caveats(name: str, shown: list[Record]) -> str:
-        return "; ".join(overview.list_caveats(dataframes.load_frames([build.write(tmp_path / name, shown)])))
+        return "; ".join(overview.list_caveats(dataframes.load_frames([build.write_records(tmp_path / name, shown)])))
 
     every = list_caveats("every", records)
     assert "dummy weights of the engine at 1 of 3 points: every token takes the same few experts" in every
@@ -177,8 +179,8 @@ def test_caveat_of_a_forecast_has_its_upper_bound_of_ttft(tmp_path: Path) -> Non
     def get_caveat(name: str, *ends_ms: tuple[float | None, float | None]) -> str:
         records = []
         for clients, (p50, high) in zip((8, 32), ends_ms, strict=False):
-            point = msgspec.structs.replace(serve.point(TP, clients), emulate="H200")
-            record = serve.served(point, warnings=["emulated"])
+            point = msgspec.structs.replace(serve.make_point(TP, clients), emulate="H200")
+            record = serve.make_served_record(point, warnings=["emulated"])
             assert record.serve is not None
             ttft_ms = msgspec.structs.replace(record.serve.ttft_ms, p50=p50)
             emulated = Emulated(
@@ -186,7 +188,7 @@ def test_caveat_of_a_forecast_has_its_upper_bound_of_ttft(tmp_path: Path) -> Non
             )
             metrics = msgspec.structs.replace(record.serve, ttft_ms=ttft_ms)
             records.append(msgspec.structs.replace(record, serve=metrics, emulated=emulated))
-        found = overview.list_caveats(dataframes.load_frames([build.write(tmp_path / name, records)]))
+        found = overview.list_caveats(dataframes.load_frames([build.write_records(tmp_path / name, records)]))
         return next(text for text in found if text.startswith("forecast"))
 
     caveat = "forecast: one rank ran, its communication modelled as of H200"
@@ -202,7 +204,7 @@ def test_clock_drop_of_repeats_is_the_largest(tmp_path: Path) -> None:
     less = msgspec.structs.replace(LOWERED, sm_clock_mhz_min=1782)
     records = [ok(TP, "throttled", gpu=gpu) for gpu in (less, LOWERED)]
     records[1] = msgspec.structs.replace(records[1], point=msgspec.structs.replace(records[1].point, repeat=1))
-    read = dataframes.load_frames([build.write(tmp_path / "run", records)])
+    read = dataframes.load_frames([build.write_records(tmp_path / "run", records)])
     assert read.points["clock_fall"].tolist() == [0.25]
 
 

@@ -35,13 +35,13 @@ IMPORTED = "These figures are what the imported files measured: "
 
 
 def read(folder: Path, *records: Record, **slo: float) -> dataframes.Frames:
-    return dataframes.load_frames([build.write(folder / "run", list(records))], slo=slo)
+    return dataframes.load_frames([build.write_records(folder / "run", list(records))], slo=slo)
 
 
 def steps(layout: Layout, concurrency: int, *ms: float, **changes: Any) -> Record:
-    point = build.point(layout, concurrency=concurrency, **changes)
+    point = build.make_point(layout, concurrency=concurrency, **changes)
     return msgspec.structs.replace(
-        build.ok(point, steps=1), metrics=compute_decode_metrics(list(ms), concurrency, point.tp)
+        build.make_ok_record(point, steps=1), metrics=compute_decode_metrics(list(ms), concurrency, point.tp)
     )
 
 
@@ -209,7 +209,7 @@ class TestWhichLayoutToTake:
         assert "layers held" not in sections.build_sections(frames, [])[0].aside
 
     def test_replay_is_named_with_the_gpus(self, tmp_path: Path) -> None:
-        records = [serve.served(serve.point(layout, changed={"mode": REPLAY})) for layout in (TP, DCP)]
+        records = [serve.make_served_record(serve.make_point(layout, changed={"mode": REPLAY})) for layout in (TP, DCP)]
         assert get_answer(tmp_path, *records, itl=60).startswith("On 4 × H200 (replayed, not served live), take tp4")
 
 
@@ -260,7 +260,7 @@ class TestNoAnswer:
 
     def test_point_without_the_objective_is_not_within_the_slo(self, tmp_path: Path) -> None:
         """A decode step has no TTFT to compare with the SLO; the served point misses it."""
-        point = serve.served(serve.point(TP))
+        point = serve.make_served_record(serve.make_point(TP))
         text = get_answer(tmp_path, point, steps(TP, 32, 50), ttft=1.0)
         assert "within the SLO" not in text
         assert "; no point meets the SLO (misses: TTFT" in text
@@ -278,7 +278,9 @@ class TestNoAnswer:
         )
 
     def test_layouts_of_two_runs_are_compared_by_one_command(self, tmp_path: Path) -> None:
-        runs = [build.write(tmp_path / name, [steps(layout, 8, 40)]) for name, layout in (("a", TP), ("b", DCP))]
+        runs = [
+            build.write_records(tmp_path / name, [steps(layout, 8, 40)]) for name, layout in (("a", TP), ("b", DCP))
+        ]
         text = overview.format_answer(dataframes.load_frames(runs))
         assert "on as many GPUs ran under one load of one run, so no layout can be recommended" in text
         assert text.endswith(" To compare them, measure them with one command.")
@@ -290,21 +292,27 @@ class TestNoAnswer:
         )
 
     def test_only_layout_that_fits_is_named_with_the_rejected_one(self, tmp_path: Path) -> None:
-        text = get_answer(tmp_path, steps(DCP, 8, 40), build.rejected(build.point(TP)))
+        text = get_answer(tmp_path, steps(DCP, 8, 40), build.make_rejected_record(build.make_point(TP)))
         assert "only tp4·dcp4 ran, as tp4 has too little memory: at most 200 output tok/s" in text
 
     def test_rejection_at_another_load_is_no_reason_for_a_single_layout(self, tmp_path: Path) -> None:
-        text = get_answer(tmp_path, steps(TP, 8, 40), build.rejected(build.point(TP, concurrency=4096)))
+        text = get_answer(
+            tmp_path, steps(TP, 8, 40), build.make_rejected_record(build.make_point(TP, concurrency=4096))
+        )
         assert "only tp4 ran, so no layout can be recommended: at most 200 output tok/s" in text
 
     def test_open_loops_name_the_fastest_layout_per_rate(self, tmp_path: Path) -> None:
         """Both layouts keep up with 2 requests/s, so neither gives more output."""
         rate = {"arrival": "gamma", "request_rate": 2.0}
-        text = get_answer(tmp_path, *(serve.served(serve.point(layout, changed=rate)) for layout in (TP, DCP)))
+        text = get_answer(
+            tmp_path, *(serve.make_served_record(serve.make_point(layout, changed=rate)) for layout in (TP, DCP))
+        )
         assert "of 1 load with requests at a rate, the fastest is no layout clearly in 1: at most" in text
 
     def test_run_without_finished_points_names_the_failures(self, tmp_path: Path) -> None:
-        text = get_answer(tmp_path, build.failed(build.point(TP)), build.rejected(build.point(DCP)))
+        text = get_answer(
+            tmp_path, build.make_failed_record(build.make_point(TP)), build.make_rejected_record(build.make_point(DCP))
+        )
         assert text == (
             "No point finished (1 failed and 1 rejected for lack of memory), so no layout can be recommended. "
             "The reason at 1 of 2 points: rank 3 exited with code 1; read logs/rank-3.txt."
@@ -315,7 +323,7 @@ class TestNoAnswer:
         reasons = ["rank 0: ValueError: no", *(2 * ["rank 1 ended with exit code 7"])]
         records = [
             msgspec.structs.replace(
-                build.failed(build.point(DCP, concurrency=n), reason),
+                build.make_failed_record(build.make_point(DCP, concurrency=n), reason),
                 advice=f"Read logs/tp4-{n} in the run's folder",
                 detail={"device": "NVIDIA H200"},
             )
@@ -335,7 +343,7 @@ class TestNoAnswer:
         cause = "no sign of life for 300 s in stage 'measure'"
         records = [
             msgspec.structs.replace(
-                build.failed(build.point(DCP, concurrency=n), f"{cause}: rank {n} is behind"),
+                build.make_failed_record(build.make_point(DCP, concurrency=n), f"{cause}: rank {n} is behind"),
                 cause=cause,
                 outcome="hung",
                 detail={},
@@ -347,20 +355,20 @@ class TestNoAnswer:
         assert [row[3] for row in tables.build_others_table(found.others).rows] == ["4,000 × 1", "4,000 × 2"]
 
     def test_failed_run_on_a_cpu_is_marked_as_cpu(self, tmp_path: Path) -> None:
-        record = msgspec.structs.replace(build.failed(build.point(DCP)), warnings=["cpu"])
+        record = msgspec.structs.replace(build.make_failed_record(build.make_point(DCP)), warnings=["cpu"])
         found = read(tmp_path, record)
         assert overview.format_answer(found).startswith("No point finished on a CPU (1 failed)")
         assert found.cpu
 
     def test_cpu_run_has_no_answer_about_speed(self, tmp_path: Path) -> None:
-        found = read(tmp_path, *build.cpu_sweep())
+        found = read(tmp_path, *build.make_cpu_sweep())
         assert overview.format_answer(found) == (
             "Functional run on a CPU: it shows that tp8 and tp8·dcp8 can run. Its times do not reflect GPU performance."
         )
         assert overview.format_bullets(found) == []
 
     def test_cpu_points_among_others_are_excluded_from_the_answer(self, tmp_path: Path) -> None:
-        found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *build.cpu_sweep())
+        found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *build.make_cpu_sweep())
         text = overview.format_answer(found)
         assert answer.format_top_sentences(found)[0] == (
             "CPU: 4 of 6 points are a functional run. No conclusion about performance can be drawn from their times."
@@ -373,20 +381,26 @@ class TestImports:
     """Answers of results imported from other tools."""
 
     def import_and_get_answer(self, folder: Path, *results: dict[str, Any], **options: Any) -> str:
-        import_files([files.file(folder, *results)], "inferencex", folder / "run", Overrides(**options), force=False)
+        import_files(
+            [files.write_file(folder, *results)], "inferencex", folder / "run", Overrides(**options), force=False
+        )
         return overview.format_answer(dataframes.load_frames([folder / "run"]))
 
     def test_imports_of_one_layout_give_no_rule(self, tmp_path: Path) -> None:
-        text = self.import_and_get_answer(tmp_path, files.inferencex())
+        text = self.import_and_get_answer(tmp_path, files.make_inferencex_row())
         assert text.startswith(f"{IMPORTED}1 result of InferenceX on ")
         assert "output tok/s (" in text
         assert text.endswith("no layout can be recommended.")
 
     def test_own_points_are_answered_separately_from_imports(self, tmp_path: Path) -> None:
         import_files(
-            [files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Overrides(), force=False
+            [files.write_file(tmp_path, files.make_inferencex_row())],
+            "inferencex",
+            tmp_path / "theirs",
+            Overrides(),
+            force=False,
         )
-        own = build.write(tmp_path / "ours", [steps(TP, 8, 40), steps(DCP, 8, 50)])
+        own = build.write_records(tmp_path / "ours", [steps(TP, 8, 40), steps(DCP, 8, 50)])
         text = overview.format_answer(dataframes.load_frames([tmp_path / "theirs", own]))
         assert text.startswith(f"{IMPORTED}1 result of InferenceX on ")
         assert (
@@ -396,9 +410,13 @@ class TestImports:
 
     def test_title_names_the_source_of_imports(self, tmp_path: Path) -> None:
         import_files(
-            [files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Overrides(), force=False
+            [files.write_file(tmp_path, files.make_inferencex_row())],
+            "inferencex",
+            tmp_path / "theirs",
+            Overrides(),
+            force=False,
         )
-        own = build.write(tmp_path / "ours", [steps(TP, 8, 40)])
+        own = build.write_records(tmp_path / "ours", [steps(TP, 8, 40)])
         assert overview.format_title(dataframes.load_frames([tmp_path / "theirs"])).endswith(
             " · imported from InferenceX"
         )
@@ -408,14 +426,20 @@ class TestImports:
         assert "imported" not in overview.format_title(dataframes.load_frames([own]))
 
     def test_repeats_are_counted_as_results(self, tmp_path: Path) -> None:
-        files.sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {}, runs=3)
+        files.write_sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {}, runs=3)
         import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(), force=False)
         assert f"{IMPORTED}3 results of vllm bench serve" in overview.format_answer(
             dataframes.load_frames([tmp_path / "run"])
         )
 
     def test_imports_on_a_cpu_have_no_answer_about_speed(self, tmp_path: Path) -> None:
-        import_files([files.file(tmp_path, files.vllm())], "vllm", tmp_path / "run", Overrides(gpu="CPU"), force=False)
+        import_files(
+            [files.write_file(tmp_path, files.make_vllm_result())],
+            "vllm",
+            tmp_path / "run",
+            Overrides(gpu="CPU"),
+            force=False,
+        )
         text = overview.format_answer(dataframes.load_frames([tmp_path / "run"]))
         assert text.startswith(f"{IMPORTED}1 result of vllm bench serve on CPU")
         assert text.endswith("They ran on a CPU, so their times do not reflect GPU performance.")
@@ -423,7 +447,7 @@ class TestImports:
     def test_imports_of_two_layouts_under_one_load_give_a_rule(self, tmp_path: Path) -> None:
         """Two layouts have the same result, each from one launch."""
         for name, dcp in (("tp", 1), ("dcp", 8)):
-            path = files.file(tmp_path, files.vllm(max_concurrency=8), name=f"{name}.json")
+            path = files.write_file(tmp_path, files.make_vllm_result(max_concurrency=8), name=f"{name}.json")
             import_files([path], "vllm", tmp_path / name, Overrides(tp=8, dcp=dcp, gpu="NVIDIA H200"), force=False)
         read = dataframes.load_frames([tmp_path / "tp", tmp_path / "dcp"], as_repeats=True)
         text = overview.format_answer(read)
@@ -497,7 +521,11 @@ class TestNoRoom:
         assert found == {(4, 1): True, (4, 3): False, (8, 1): False, (8, 3): False}
 
     def test_bullet_names_the_lowest_rejected_load_of_layouts(self, tmp_path: Path) -> None:
-        lost = [build.rejected(build.point(x, context=128_000, concurrency=n)) for x in (TP, DCP2) for n in (32, 48)]
+        lost = [
+            build.make_rejected_record(build.make_point(x, context=128_000, concurrency=n))
+            for x in (TP, DCP2)
+            for n in (32, 48)
+        ]
         found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *lost)
         assert (
             "Does not fit into memory: tp4 and tp4·dcp2 from 32 requests of 128,000 tokens on."

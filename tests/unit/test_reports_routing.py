@@ -23,7 +23,7 @@ STEPS = {"": (60.0, 54.0, 0.64), "zipf:1": (40.0, 41.0, 0.39), FILE: (48.0, 46.0
 
 
 def step(layout: Layout, routing: str, ms: float, hit: float) -> Record:
-    record = build.ok(build.point(layout, concurrency=32, routing=routing), median_ms=ms, noise=0.001)
+    record = build.make_ok_record(build.make_point(layout, concurrency=32, routing=routing), median_ms=ms, noise=0.001)
     assert record.conditions is not None
     return msgspec.structs.replace(record, conditions=msgspec.structs.replace(record.conditions, experts_hit=hit))
 
@@ -36,7 +36,9 @@ def skewed(tmp_path: Path) -> dataframes.Frames:
         for routing, (tp, dp, hit) in STEPS.items()
         for layout, ms in ((Layout(4), tp), (Layout(4, 4), dp))
     ]
-    return dataframes.load_frames([build.write(tmp_path / "run", [*records, step(Layout(4, 1, 4), "", 63.0, 0.64)])])
+    return dataframes.load_frames(
+        [build.write_records(tmp_path / "run", [*records, step(Layout(4, 1, 4), "", 63.0, 0.64)])]
+    )
 
 
 def test_layouts_are_compared_only_under_the_same_routing(skewed: dataframes.Frames) -> None:
@@ -77,7 +79,7 @@ def test_report_has_the_figure_only_with_several_routings(skewed: dataframes.Fra
     assert [p.png.name for p in pictures if p.subject == plots.ROUTINGS] == ["routings-kimi-k2.png"]
     (time,) = [s for s in sections.build_sections(skewed, pictures) if s.slug == "time"]
     assert "routings" in [picture.subject for picture in time.pictures]
-    alone = dataframes.load_frames([build.write(tmp_path / "even", [step(Layout(4), "", 60.0, 0.64)])])
+    alone = dataframes.load_frames([build.write_records(tmp_path / "even", [step(Layout(4), "", 60.0, 0.64)])])
     assert plots.ROUTINGS not in {p.subject for p in plots.draw_all(alone, tmp_path, drawn=False)}
     assert routing_figure.select_skewed(alone.others).empty
 

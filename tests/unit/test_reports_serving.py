@@ -39,7 +39,7 @@ HOSTILE = "<script>alert(1)</script> $\\frac{1}{ | `a` \x1b[31m [red]r[/red]"
 
 def exact(point: Point, tok_s: float, environment: Any = record_builder.GPU, **changes: Any) -> Record:
     """Return a served record with these metrics."""
-    record = build.served(point)
+    record = build.make_served_record(point)
     assert record.serve
     changes = {"output_tok_s": tok_s, "slo_ms": {}, **changes}
     return msgspec.structs.replace(
@@ -56,7 +56,7 @@ def times(p50: float, **changes: Any) -> Any:
 
 def loaded(tmp_path: Path, *records: Record) -> dataframes.Frames:
     """Return frames of one run with these records."""
-    return dataframes.load_frames([record_builder.write(tmp_path / "run", records)])
+    return dataframes.load_frames([record_builder.write_records(tmp_path / "run", records)])
 
 
 def terminal(folder: Path) -> str:
@@ -85,11 +85,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     report.
     """
     folder = tmp_path_factory.mktemp("served")
-    points = [build.point(layout, c) for c in (8, 48) for layout in (TP, DCP)]
-    records = [*map(build.served, points), *(build.served(replayed(p), faster=1.03) for p in points)]
+    points = [build.make_point(layout, c) for c in (8, 48) for layout in (TP, DCP)]
+    records = [
+        *map(build.make_served_record, points),
+        *(build.make_served_record(replayed(p), faster=1.03) for p in points),
+    ]
     with pytest.MonkeyPatch.context() as patch:
         leave_figures_unsaved(patch)
-        write_report([record_builder.write(folder / "run", records)], folder / "report")
+        write_report([record_builder.write_records(folder / "run", records)], folder / "report")
     return folder
 
 
@@ -175,8 +178,11 @@ class TestReport:
     @pytest.mark.usefixtures("unsaved")
     def test_decode_and_serve_records_share_a_report(self, tmp_path: Path) -> None:
         """Each kind has its sections, and the CSV has a row of each."""
-        records = [record_builder.ok(record_builder.point(TP), steps=30, phases=None), build.served(build.point(TP))]
-        folder = record_builder.write(tmp_path / "run", records)
+        records = [
+            record_builder.make_ok_record(record_builder.make_point(TP), steps=30, phases=None),
+            build.make_served_record(build.make_point(TP)),
+        ]
+        folder = record_builder.write_records(tmp_path / "run", records)
         write_report([folder], tmp_path / "report")
         text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
         for title in ("Output throughput against load", "Every point", "Serving, live"):
@@ -185,7 +191,9 @@ class TestReport:
         assert max(map(len, terminal(folder).splitlines())) <= 80
 
     def test_rejected_points_are_listed_with_their_load(self, tmp_path: Path) -> None:
-        folder = record_builder.write(tmp_path / "run", [record_builder.rejected(build.point(TP, 48))])
+        folder = record_builder.write_records(
+            tmp_path / "run", [record_builder.make_rejected_record(build.make_point(TP, 48))]
+        )
         write_report([folder], tmp_path / "report")
         text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
         assert "live: closed 48 · 400 in · 40 out" in text
@@ -193,8 +201,10 @@ class TestReport:
 
     def test_finished_point_without_metrics_has_dashes(self, tmp_path: Path) -> None:
         """No figure is drawn."""
-        bare = msgspec.structs.replace(build.served(build.point(TP)), serve=None, kv=None, conditions=None)
-        folder = record_builder.write(tmp_path / "run", [bare])
+        bare = msgspec.structs.replace(
+            build.make_served_record(build.make_point(TP)), serve=None, kv=None, conditions=None
+        )
+        folder = record_builder.write_records(tmp_path / "run", [bare])
         write_report([folder], tmp_path / "report")
         assert "| — | — |" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
         assert not list((tmp_path / "report" / "figures").iterdir())
@@ -204,10 +214,13 @@ class TestReport:
         """The name of a trace comes from a user's file system. Figures are drawn as in the page."""
         save = plots.save_figure
         monkeypatch.setattr(plots, "save_figure", lambda figure, path, *_: save(figure, path, "svg"))
-        hostile = build.point(TP, 8, {"arrival": "trace", "trace": HOSTILE}, model=HOSTILE)
-        other = build.point(TP, 8, model=HOSTILE)
-        records = [msgspec.structs.replace(build.served(other), point=hostile), build.served(other)]
-        folder = record_builder.write(tmp_path / "run", records)
+        hostile = build.make_point(TP, 8, {"arrival": "trace", "trace": HOSTILE}, model=HOSTILE)
+        other = build.make_point(TP, 8, model=HOSTILE)
+        records = [
+            msgspec.structs.replace(build.make_served_record(other), point=hostile),
+            build.make_served_record(other),
+        ]
+        folder = record_builder.write_records(tmp_path / "run", records)
         write_report([folder], tmp_path / "report")
         assert "<script>alert" not in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
         assert "\x1b" not in terminal(folder)
@@ -217,7 +230,7 @@ class TestReport:
         """Tables and figures are marked, and no finding compares points."""
         cpu = [
             exact(each, 100.0 * (1 + i), record_builder.CPU)
-            for i, each in enumerate((build.point(TP), build.point(DCP), replayed(build.point(TP))))
+            for i, each in enumerate((build.make_point(TP), build.make_point(DCP), replayed(build.make_point(TP))))
         ]
         read = loaded(tmp_path, *cpu)
         assert findings.select_timed(read.served).empty
@@ -237,12 +250,14 @@ class TestReport:
     def test_open_loop_is_drawn_against_its_rate_and_trace_is_not_drawn(self, tmp_path: Path) -> None:
         """A trace is a single load, so there is no line to draw."""
         rates = [
-            build.served(build.point(TP, 64, {"arrival": "gamma", "request_rate": rate, "paced": True}))
+            build.make_served_record(
+                build.make_point(TP, 64, {"arrival": "gamma", "request_rate": rate, "paced": True})
+            )
             for rate in (0.5, 4.0, 8.0)
         ]
-        trace_point = build.point(TP, 64, {"arrival": "trace", "trace": "chat.jsonl", "input_tokens": "trace"})
-        trace = msgspec.structs.replace(build.served(build.point(TP, 8)), point=trace_point)
-        folder = record_builder.write(tmp_path / "run", [*rates, trace])
+        trace_point = build.make_point(TP, 64, {"arrival": "trace", "trace": "chat.jsonl", "input_tokens": "trace"})
+        trace = msgspec.structs.replace(build.make_served_record(build.make_point(TP, 8)), point=trace_point)
+        folder = record_builder.write_records(tmp_path / "run", [*rates, trace])
         write_report([folder], tmp_path / "report")
         names = {p.name for p in (tmp_path / "report" / "figures").glob("serve*.png")}
         kinds = ("throughput", "ttft", "itl", "frontier")
@@ -256,14 +271,14 @@ class TestReport:
 class TestFindings:
     def test_dcp_is_compared_only_under_the_same_load_and_mode(self, tmp_path: Path) -> None:
         """150 / 100 tok/s live = 1.5; the replay of the baseline, another chunk and another layout are no baselines."""
-        other = build.point(TP, 8, {"chunk": 4096})
+        other = build.make_point(TP, 8, {"chunk": 4096})
         read = loaded(
             tmp_path,
-            exact(build.point(TP), 100, ttft_ms=times(80), itl_ms=times(20)),
-            exact(replayed(build.point(TP)), 500),
+            exact(build.make_point(TP), 100, ttft_ms=times(80), itl_ms=times(20)),
+            exact(replayed(build.make_point(TP)), 500),
             exact(other, 600),
-            exact(build.point(build.DP), 700),
-            exact(build.point(DCP), 150, ttft_ms=times(40), itl_ms=times(25)),
+            exact(build.make_point(build.DP), 700),
+            exact(build.make_point(DCP), 150, ttft_ms=times(40), itl_ms=times(25)),
         )
         (row,) = findings.compare_dcp_with_baseline(read.served).to_dict("records")
         assert (row["ratio"], row["verdict"], row["baseline"]) == (1.5, "higher", "tp4")
@@ -296,7 +311,7 @@ class TestFindings:
     ) -> None:
         """The baseline has 100 tok/s at 8, 32 and 48 clients; a lead of 1 % is less than the difference of repeats."""
         records = [
-            exact(build.point(layout, c), rate)
+            exact(build.make_point(layout, c), rate)
             for c, dcp_rate in zip((8, 32, 48), rates, strict=True)
             for layout, rate in ((TP, 100), (DCP, dcp_rate))
         ]
@@ -307,7 +322,9 @@ class TestFindings:
         assert sentence in " ".join(answer.format_top_sentences(read))
 
     def test_dcp_point_without_baseline_is_named_and_not_compared(self, tmp_path: Path) -> None:
-        read = loaded(tmp_path, exact(build.point(DCP), 150), record_builder.rejected(build.point(TP)))
+        read = loaded(
+            tmp_path, exact(build.make_point(DCP), 150), record_builder.make_rejected_record(build.make_point(TP))
+        )
         (row,) = findings.compare_dcp_with_baseline(read.served).to_dict("records")
         assert row["verdict"] == "no baseline"
         sentence = "1 point with DCP ran under loads at which tp4 was rejected (closed 8 · 400 in · 40 out)."
@@ -316,7 +333,9 @@ class TestFindings:
 
     def test_kv_pressure_names_all_layouts_under_the_load(self, tmp_path: Path) -> None:
         """1,000 pages of 16 hold 36 requests of 440 tokens on tp4, and 145 with dcp 4; 48 requests run."""
-        read = loaded(tmp_path, *(build.served(build.point(layout, c)) for layout in (TP, DCP) for c in (8, 48)))
+        read = loaded(
+            tmp_path, *(build.make_served_record(build.make_point(layout, c)) for layout in (TP, DCP) for c in (8, 48))
+        )
         assert list(findings.find_kv_pressure(read.served)["layout"]) == ["tp4"]
         (sentence,) = [s for s in answer.format_top_sentences(read) if "KV pressure" in s]
         assert (
@@ -328,10 +347,10 @@ class TestFindings:
         """A lead of 10 % is clear; 1 % is within the 2 % of repeats."""
         read = loaded(
             tmp_path,
-            exact(build.point(TP, 8), 100),
-            exact(build.point(DCP, 8), 110),
-            exact(build.point(TP, 32), 100),
-            exact(build.point(DCP, 32), 101),
+            exact(build.make_point(TP, 8), 100),
+            exact(build.make_point(DCP, 8), 110),
+            exact(build.make_point(TP, 32), 100),
+            exact(build.make_point(DCP, 32), 101),
         )
         assert list(findings.find_best_per_load(read.served)["clear"]) == [True, False]
 
@@ -341,9 +360,9 @@ class TestFindings:
         """
         read = loaded(
             tmp_path,
-            exact(build.point(TP), 100, ttft_ms=times(50), itl_ms=times(20, p99=40.0)),
-            exact(replayed(build.point(TP)), 102, ttft_ms=times(45), itl_ms=times(20, p99=44.0)),
-            exact(build.point(TP, 32), 300),
+            exact(build.make_point(TP), 100, ttft_ms=times(50), itl_ms=times(20, p99=40.0)),
+            exact(replayed(build.make_point(TP)), 102, ttft_ms=times(45), itl_ms=times(20, p99=44.0)),
+            exact(build.make_point(TP, 32), 300),
         )
         (row,) = findings.compare_replay_with_live(read.served).to_dict("records")
         assert row["output_tok_s_error"] == pytest.approx(0.02)
@@ -378,7 +397,7 @@ class TestFindings:
 
         monkeypatch.setattr(pd.DataFrame, "join", join_on_one_column)
         nowhere = msgspec.structs.replace(record_builder.GPU, device="")
-        read = loaded(tmp_path, exact(build.point(TP), 100, nowhere), exact(build.point(DCP), 120, nowhere))
+        read = loaded(tmp_path, exact(build.make_point(TP), 100, nowhere), exact(build.make_point(DCP), 120, nowhere))
         assert read.served["device"].isna().all()
         assert findings.compare_replay_with_live(read.served).empty
         assert list(read.findings.ratios["ratio"]) == [pytest.approx(1.2)]
@@ -387,7 +406,7 @@ class TestFindings:
     @pytest.mark.parametrize("kind", ["live", "replay", "nothing"])
     def test_no_comparison_without_devices_and_pairs(self, kind: str, tmp_path: Path) -> None:
         """A served engine of another machine has no device, so the column has no value at all."""
-        wanted = build.point(TP)
+        wanted = build.make_point(TP)
         read = loaded(tmp_path, exact(replayed(wanted) if kind == "replay" else wanted, 100, environment=None))
         served = read.served.assign(output_tok_s=float("nan")) if kind == "nothing" else read.served
         assert served["device"].isna().all()
@@ -395,23 +414,23 @@ class TestFindings:
 
     def test_live_run_without_device_is_not_compared_with_replay_of_a_gpu(self, tmp_path: Path) -> None:
         """Only a replay without a device belongs to it; the replay of an H200 has no live run here."""
-        live, other = exact(build.point(TP), 100, environment=None), exact(build.point(DCP), 100)
-        on_h200 = exact(replayed(build.point(TP)), 150)
+        live, other = exact(build.make_point(TP), 100, environment=None), exact(build.make_point(DCP), 100)
+        on_h200 = exact(replayed(build.make_point(TP)), 150)
         assert findings.compare_replay_with_live(loaded(tmp_path / "one", live, other, on_h200).served).empty
-        read = loaded(tmp_path / "two", live, exact(replayed(build.point(TP)), 102, environment=None))
+        read = loaded(tmp_path / "two", live, exact(replayed(build.make_point(TP)), 102, environment=None))
         (row,) = findings.compare_replay_with_live(read.served).to_dict("records")
         assert row["output_tok_s_error"] == pytest.approx(0.02)
 
     def test_runs_with_different_limits_are_not_compared(self, tmp_path: Path) -> None:
         """A replay of all requests differs from a live run that ended at 60 s or had less KV memory."""
-        live, replay = exact(build.point(TP), 100), exact(replayed(build.point(TP)), 102)
+        live, replay = exact(build.make_point(TP), 100), exact(replayed(build.make_point(TP)), 102)
         for settings in ({"limit_seconds": 60.0}, {"kv_memory_bytes": 8 << 30}):
             other = msgspec.structs.replace(live, measured_with=settings)
             assert findings.compare_replay_with_live(loaded(tmp_path / str(settings), other, replay).served).empty
 
     def test_repeats_of_a_live_point_are_merged_and_compared(self, tmp_path: Path) -> None:
         """100 and 110 tok/s: the median is 105, and they differ by 10 / 105 = 9.5 %."""
-        read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), rate) for i, rate in enumerate((100, 110))))
+        read = loaded(tmp_path, *(exact(build.make_point(TP, repeat=i), rate) for i, rate in enumerate((100, 110))))
         (row,) = read.served.to_dict("records")
         assert (row["output_tok_s"], row["output_tok_s_low"], row["output_tok_s_high"]) == (105, 100, 110)
         assert answer.collect_repeat_differences(read) == [pytest.approx(10 / 105)]
@@ -419,16 +438,16 @@ class TestFindings:
 
     def test_repeated_replays_are_not_compared(self, tmp_path: Path) -> None:
         """The same input gives the same output."""
-        read = loaded(tmp_path, *(exact(replayed(build.point(TP, repeat=i)), 100) for i in range(2)))
+        read = loaded(tmp_path, *(exact(replayed(build.make_point(TP, repeat=i)), 100) for i in range(2)))
         assert answer.collect_repeat_differences(read) == []
 
     def test_repeats_with_different_objectives_have_no_goodput(self, tmp_path: Path) -> None:
-        read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), 9, slo_ms={"itl": 10.0 + i}) for i in range(2)))
+        read = loaded(tmp_path, *(exact(build.make_point(TP, repeat=i), 9, slo_ms={"itl": 10.0 + i}) for i in range(2)))
         assert read.served["request_goodput"].isna().all()
 
     def test_point_stopped_early_is_marked_and_explained(self, tmp_path: Path) -> None:
         """After a stop at one second, the requests that waited longest are missing."""
-        read = loaded(tmp_path, build.served(build.point(TP, 32), until_s=1.0))
+        read = loaded(tmp_path, build.make_served_record(build.make_point(TP, 32), until_s=1.0))
         assert "cut_off" in read.served["warnings"][0]
         assert "latencies look better than they were" in " ".join(explain.explain_absent_served(read.served))
 
@@ -460,25 +479,29 @@ class TestLabels:
         ],
     )
     def test_arrivals_are_formatted(self, changes: dict[str, Any], text: str) -> None:
-        assert load_labels.format_arrival(build.point(Layout(4), 48, changes)) == text
+        assert load_labels.format_arrival(build.make_point(Layout(4), 48, changes)) == text
 
     def test_shape_names_shared_prefixes(self) -> None:
         assert (
-            load_labels.format_shape(build.load(prefix_share=0.5, prefix_groups=4))
+            load_labels.format_shape(build.make_load(prefix_share=0.5, prefix_groups=4))
             == "400 in · 40 out · 50 % shared by 4 groups"
         )
 
     def test_sessions_are_named_and_single_requests_are_not(self, tmp_path: Path) -> None:
         """Sessions have 4 turns with 5 s between them; single requests have neither `1 turns` nor `think 0 s`."""
         changes: list[dict[str, Any]] = [{}, {"turns": "4", "think_time": 5.0, "turn_tokens": "200"}]
-        found = loaded(tmp_path, *(build.served(build.point(TP, changed=load)) for load in changes)).served
+        found = loaded(
+            tmp_path, *(build.make_served_record(build.make_point(TP, changed=load)) for load in changes)
+        ).served
         alone, session = sorted(found["rest"], key=len)
         assert session == f"{alone} · sessions of 4 turns, 200 new tokens each later turn, 5 s between turns"
         assert "turn" not in alone
 
     def test_labels_contain_what_differs_between_loads(self, tmp_path: Path) -> None:
         """Chunks and settings of the prefix cache differ; shared settings are left out."""
-        points = [build.point(TP, 8, {"chunk": c, "prefix_cache": on}) for c in (1024, 2048) for on in (True, False)]
+        points = [
+            build.make_point(TP, 8, {"chunk": c, "prefix_cache": on}) for c in (1024, 2048) for on in (True, False)
+        ]
         read = loaded(tmp_path, *(exact(each, 100) for each in points))
         assert "closed 8 · 400 in · 40 out · chunk 1,024 · prefix cache off" in set(read.served["load"])
 
@@ -494,7 +517,7 @@ class TestLabels:
     def test_labels_of_open_loops_contain_differing_concurrency(self, tmp_path: Path) -> None:
         """The same rate runs with 4 and with 8 requests at once; the label of a closed loop is unchanged."""
         rate = {"arrival": "gamma", "request_rate": 2.0, "paced": True}
-        points = [build.point(TP, 4, rate), build.point(TP, 8, rate), build.point(TP, 8)]
+        points = [build.make_point(TP, 4, rate), build.make_point(TP, 8, rate), build.make_point(TP, 8)]
         found = loaded(tmp_path, *(exact(each, 100) for each in points)).served["load"]
         assert sorted(found) == [
             "2 req/s Poisson · 400 in · 40 out · 4 at once",
@@ -505,9 +528,9 @@ class TestLabels:
     def test_labels_contain_differing_kv_memory(self, tmp_path: Path) -> None:
         """Two runs of one grid have different --kv-memory."""
         runs = [
-            record_builder.write(
+            record_builder.write_records(
                 tmp_path / str(gib),
-                [msgspec.structs.replace(exact(build.point(TP), 9), measured_with={"kv_memory_bytes": gib << 30})],
+                [msgspec.structs.replace(exact(build.make_point(TP), 9), measured_with={"kv_memory_bytes": gib << 30})],
             )
             for gib in (8, 16)
         ]

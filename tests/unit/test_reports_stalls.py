@@ -32,7 +32,7 @@ def served(
     **fields: Any,
 ) -> Record:
     """Return a replay with this ITL p50 and p99, of 1,000 steps of which the share `chunks` has chunks of prompts."""
-    record = build.served(build.point(layout, 40, {"mode": "replay", "chunk": chunk}, **fields))
+    record = build.make_served_record(build.make_point(layout, 40, {"mode": "replay", "chunk": chunk}, **fields))
     assert record.serve
     metrics = msgspec.structs.replace(
         record.serve,
@@ -48,7 +48,9 @@ def served(
 
 def loaded(tmp_path: Path, *records: Record, slo: dict[str, float] | None = None) -> dataframes.Frames:
     """Return frames of one run, judged by the SLO."""
-    return dataframes.load_frames([record_builder.write(tmp_path / "run", records)], slo=SLO if slo is None else slo)
+    return dataframes.load_frames(
+        [record_builder.write_records(tmp_path / "run", records)], slo=SLO if slo is None else slo
+    )
 
 
 def describe(tmp_path: Path, *records: Record, **options: Any) -> str:

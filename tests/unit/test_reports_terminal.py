@@ -91,10 +91,12 @@ class TestFitting:
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> dataframes.Frames:
     """Return frames with decode and served points, long names, failed and rejected points."""
-    records = build.gpu_sweep()[:40]
-    records += [build.failed(build.point(Layout(4, 1, 4), context=9, model="a/very/long/name-of-a-model" * 4))]
-    records += serve_record_builder.run()
-    return dataframes.load_frames([build.write(tmp_path_factory.mktemp("mixed") / "run", records)])
+    records = build.make_gpu_sweep()[:40]
+    records += [
+        build.make_failed_record(build.make_point(Layout(4, 1, 4), context=9, model="a/very/long/name-of-a-model" * 4))
+    ]
+    records += serve_record_builder.make_run()
+    return dataframes.load_frames([build.write_records(tmp_path_factory.mktemp("mixed") / "run", records)])
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 140, 200])
@@ -121,7 +123,7 @@ class TestOpenLoops:
         self, tmp_path: Path, concurrency: int, pages: int, limit: str
     ) -> None:
         """The smallest of 16 requests, --concurrency and KV capacity limits the requests served at once."""
-        point = serve_record_builder.point(
+        point = serve_record_builder.make_point(
             concurrency=concurrency,
             changed={
                 "arrival": "gamma",
@@ -129,25 +131,29 @@ class TestOpenLoops:
                 "requests": 16,
             },
         )
-        record = serve_record_builder.served(point)
-        kv = build.ok(build.point()).kv
+        record = serve_record_builder.make_served_record(point)
+        kv = build.make_ok_record(build.make_point()).kv
         assert kv
         record = build.msgspec.structs.replace(record, kv=build.msgspec.structs.replace(kv, capacity_requests=pages))
-        text = " ".join(print_lines(render_terminal_table([build.write(tmp_path / "run", [record])]), 200))
+        text = " ".join(print_lines(render_terminal_table([build.write_records(tmp_path / "run", [record])]), 200))
         assert f"requests at once, at most: {limit}" in text
 
     def test_closed_loop_has_no_limit_of_concurrent_requests(self, tmp_path: Path) -> None:
-        record = serve_record_builder.served(serve_record_builder.point())
+        record = serve_record_builder.make_served_record(serve_record_builder.make_point())
         assert "at once" not in " ".join(
-            print_lines(render_terminal_table([build.write(tmp_path / "run", [record])]), 200)
+            print_lines(render_terminal_table([build.write_records(tmp_path / "run", [record])]), 200)
         )
 
 
 class TestJson:
     def test_rows_and_findings_are_one_object(self, tmp_path: Path) -> None:
-        points = [build.point(Layout(4)), build.point(Layout(4, 1, 4))]
-        records = [build.ok(p, median_ms=10.0) for p in points] + [build.rejected(build.point(context=10**6))]
-        found = json.loads(points_export.format_json(dataframes.load_frames([build.write(tmp_path / "run", records)])))
+        points = [build.make_point(Layout(4)), build.make_point(Layout(4, 1, 4))]
+        records = [build.make_ok_record(p, median_ms=10.0) for p in points] + [
+            build.make_rejected_record(build.make_point(context=10**6))
+        ]
+        found = json.loads(
+            points_export.format_json(dataframes.load_frames([build.write_records(tmp_path / "run", records)]))
+        )
         assert set(found) == {"runs", "cpu", "points", "served", "others", "findings"}
         assert [(p["layout"], p["concurrency"], p["ttft_p50_ms"]) for p in found["points"]] == [
             ("tp4", 8, None),
@@ -158,8 +164,8 @@ class TestJson:
         assert found["findings"]
 
     def test_json_has_no_terminal_escapes(self, tmp_path: Path) -> None:
-        records = [build.ok(build.point(model="\x1b[2J\x9b\u202e"))]
-        text = points_export.format_json(dataframes.load_frames([build.write(tmp_path / "run", records)]))
+        records = [build.make_ok_record(build.make_point(model="\x1b[2J\x9b\u202e"))]
+        text = points_export.format_json(dataframes.load_frames([build.write_records(tmp_path / "run", records)]))
         assert text.isascii()
         assert all(c.isprintable() or c == "\n" for c in text)
 
@@ -173,7 +179,7 @@ class TestPipes:
 
     def test_closed_pipe_is_no_error(self, tmp_path: Path) -> None:
         """`dcpbench show RUN --json | head -1` closes the pipe while output remains."""
-        folder = build.write(tmp_path / "run", build.gpu_sweep())
+        folder = build.write_records(tmp_path / "run", build.make_gpu_sweep())
         with self.start_show(folder, "--json") as show:
             assert show.stdout
             assert show.stderr
@@ -182,7 +188,10 @@ class TestPipes:
             assert "Traceback" not in show.stderr.read()
 
     def test_no_color_disables_colours_even_with_force_color(self, tmp_path: Path) -> None:
-        folder = build.write(tmp_path / "run", [build.ok(build.point()), build.failed(build.point(context=9))])
+        folder = build.write_records(
+            tmp_path / "run",
+            [build.make_ok_record(build.make_point()), build.make_failed_record(build.make_point(context=9))],
+        )
         with self.start_show(folder, NO_COLOR="1", FORCE_COLOR="1", COLUMNS="80", TERM="xterm-256color") as show:
             text, _ = show.communicate()
         codes = {code for found in re.findall(r"\x1b\[([\d;]*)m", text) for code in found.split(";")}
@@ -191,8 +200,8 @@ class TestPipes:
 
 def test_scatter_within_a_launch_is_explained(tmp_path: Path) -> None:
     """Steps of exactly 25 ms have a scatter below 0.1 %; 0.0 % would look like certainty."""
-    record = build.ok(build.point(Layout(4)), median_ms=25, noise=0.0)
-    text = print_lines(render_terminal_table([build.write(tmp_path / "run", [record])]), 300)
+    record = build.make_ok_record(build.make_point(Layout(4)), median_ms=25, noise=0.0)
+    text = print_lines(render_terminal_table([build.write_records(tmp_path / "run", [record])]), 300)
     assert "scatter" in text[2]
     assert [line for line in text if line.startswith("tp4 ") and "<±0.1%" in line]
     assert [line for line in text if line.startswith("scatter: ") and "Another launch differs by more" in line]
@@ -239,11 +248,11 @@ def test_note_on_gaps_suits_the_load_and_drafts(
     drafts: int, load: dict[str, Any], notes: list[str], tmp_path: Path
 ) -> None:
     """Output is below concurrency × 1000 / ITL only in closed loops, and not where most gaps are 0."""
-    record = serve_record_builder.served(
-        serve_record_builder.point(changed=load, mtp=drafts, acceptance="0.5" * drafts)
+    record = serve_record_builder.make_served_record(
+        serve_record_builder.make_point(changed=load, mtp=drafts, acceptance="0.5" * drafts)
     )
     seen = SpeculationMetrics(draft_tokens=1, tokens_per_step=1.5) if drafts else None
     record = msgspec.structs.replace(record, serve=msgspec.structs.replace(record.serve, speculation=seen))
-    text = print_lines(render_terminal_table([build.write(tmp_path / "run", [record])]), 400)
+    text = print_lines(render_terminal_table([build.write_records(tmp_path / "run", [record])]), 400)
     explained = next(line for line in text if line.startswith(terminal_tables.SERVED_OUTPUT))
     assert explained == terminal_tables.SERVED_OUTPUT + "".join(notes)

@@ -48,12 +48,12 @@ def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def one(tmp_path: Path) -> Path:
     """Return a run of one layout."""
-    return build.write(tmp_path / "one", [build.ok(build.point(TP))])
+    return build.write_records(tmp_path / "one", [build.make_ok_record(build.make_point(TP))])
 
 
 def two_layouts(folder: Path) -> Path:
     """Return a run of tp4 and tp4·dcp4; its report has one figure more, the ratio of DCP."""
-    return build.write(folder, [build.ok(build.point(layout)) for layout in (TP, DCP)])
+    return build.write_records(folder, [build.make_ok_record(build.make_point(layout)) for layout in (TP, DCP)])
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def test_command_names_a_file_of_requests_with_its_folder(
 def test_command_of_a_replay_names_its_step_times(tmp_path: Path, read_back: ReadBack) -> None:
     """These are of another engine, so the grid itself could not replay from them."""
     path = tmp_path / "times.json"
-    write_step_times(path, step_times_builder.step_times())
+    write_step_times(path, step_times_builder.make_step_times())
     spec = make_serve_spec({"mode": "replay", "step_times": str(path), "concurrency": 8, "baseline": False}, H200X4)
     (candidate,) = grid.expand_grid(spec, H200X4)
     again = read_back(build_command(candidate.point, msgspec.to_builtins(spec.settings)))
@@ -150,18 +150,18 @@ def test_command_of_a_replay_names_its_step_times(tmp_path: Path, read_back: Rea
 def test_command_is_safe_to_paste(read_back: ReadBack) -> None:
     """A name from a record cannot end the command and begin another."""
     name = "$(touch x); `touch y` '\n--force"
-    command = build_command(record_builder.point(model=name, dtype="bf16"), {})
+    command = build_command(record_builder.make_point(model=name, dtype="bf16"), {})
     assert read_back(command).model == (name,)
 
 
 @pytest.mark.parametrize("changes", [{"model": "a,b"}, {"backend": "x,"}, {"model": ""}], ids=str)
 def test_names_that_no_option_accepts_raise_usage_error(changes: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="comma list"):
-        build_command(record_builder.point(**changes), msgspec.to_builtins(Settings()))
+        build_command(record_builder.make_point(**changes), msgspec.to_builtins(Settings()))
 
 
 def test_command_of_a_repeat_is_that_of_the_first_pass() -> None:
-    repeated: Point = record_builder.point(repeat=3)
+    repeated: Point = record_builder.make_point(repeat=3)
     assert build_command(repeated, {}) == build_command(msgspec.structs.replace(repeated, repeat=0), {})
 
 
@@ -206,7 +206,7 @@ def test_key_with_a_comma_in_its_value_raises_usage_error() -> None:
 
 def test_compute_dtype_that_no_option_selects_raises_usage_error() -> None:
     """With fp8 weights and KV the default is bf16 on GPUs and fp32 on the CPU."""
-    point = record_builder.point(dtype="bf16", weights_dtype="fp8", kv_dtype="fp8")
+    point = record_builder.make_point(dtype="bf16", weights_dtype="fp8", kv_dtype="fp8")
     assert "--weights-dtype fp8 --kv-dtype fp8" in build_command(point, {})
     with pytest.raises(UsageError, match="no option selects bf16"):
         build_command(point, {}, cpu=True)

@@ -35,7 +35,7 @@ def read(tmp_path: Path) -> Callable[[str | bytes], Trace]:
     return read
 
 
-def sizes(trace: Trace) -> list[tuple[float | None, int, int]]:
+def list_sizes(trace: Trace) -> list[tuple[float | None, int, int]]:
     """Return (arrival, prompt, output) of each request."""
     return [(row.arrival_s, row.input_tokens, row.output_tokens) for row in trace.rows]
 
@@ -45,7 +45,7 @@ class TestFormats:
         """Qwen traces have Mooncake's fields, times in seconds, and blocks of 16 tokens."""
         line = {"chat_id": 1, "parent_chat_id": -1, "timestamp": 1.0, "input_length": 20, "output_length": 5}
         trace = read("\n".join(json.dumps(line | more) for more in ({"hash_ids": [1, 2]}, {"timestamp": 62.5})))
-        assert sizes(trace) == [(0.0, 20, 5), (61.5, 20, 5)]
+        assert list_sizes(trace) == [(0.0, 20, 5), (61.5, 20, 5)]
         assert str(trace.reading) == "format=qwen,time-unit=s,block-size=16"
 
     def test_mooncake_times_are_ms_relative_to_the_first(self, read) -> None:
@@ -54,7 +54,7 @@ class TestFormats:
             '{"timestamp": 27482, "input_length": 600, "output_length": 52, "hash_ids": [46, 47]}\n'
             '{"timestamp": 30982, "input_length": 512, "output_length": 1, "hash_ids": [46], "type": "chat"}\n'
         )
-        assert sizes(trace) == [(0.0, 600, 52), (3.5, 512, 1)]
+        assert list_sizes(trace) == [(0.0, 600, 52), (3.5, 512, 1)]
         assert [row.hash_ids for row in trace.rows] == [(46, 47), (46,)]
         assert trace.has_times
         assert not trace.supports_prefix_share
@@ -65,25 +65,25 @@ class TestFormats:
 
     def test_own_format_has_optional_times_and_groups(self, read) -> None:
         trace = read(OWN + "\n\n" + '{"input_tokens": 5, "output_tokens": 1, "prefix_group": 2}' + "\n")
-        assert sizes(trace) == [(None, 3, 4), (None, 5, 1)]
+        assert list_sizes(trace) == [(None, 3, 4), (None, 5, 1)]
         assert not trace.has_times
         assert trace.has_groups
         assert trace.supports_prefix_share
 
     def test_own_format_accepts_token_ids(self, read) -> None:
         trace = read('{"prompt": [17, 3, 99], "output_tokens": 2, "arrival_s": 1.5}')
-        assert sizes(trace) == [(0.0, 3, 2)]
+        assert list_sizes(trace) == [(0.0, 3, 2)]
         assert trace.rows[0].prompt.tolist() == [17, 3, 99]
         assert trace.largest_id == 99
 
     def test_csv_columns_may_have_any_order(self, read) -> None:
         """An empty cell is an absent value."""
         trace = read("output_tokens, input_tokens,arrival_s,prefix_group\r\n4,3,0.5,1\r\n2,8,0.75,\r\n")
-        assert sizes(trace) == [(0.0, 3, 4), (0.25, 8, 2)]
+        assert list_sizes(trace) == [(0.0, 3, 4), (0.25, 8, 2)]
         assert [row.prefix_group for row in trace.rows] == [1, None]
 
     def test_byte_order_mark_is_ignored(self, read) -> None:
-        assert sizes(read(b"\xef\xbb\xbfinput_tokens,output_tokens\n3,4\n")) == [(None, 3, 4)]
+        assert list_sizes(read(b"\xef\xbb\xbfinput_tokens,output_tokens\n3,4\n")) == [(None, 3, 4)]
 
     def test_equal_bytes_have_equal_hashes(self, read) -> None:
         assert read(OWN).sha256 == read(OWN).sha256 != read(OWN + "\n").sha256
@@ -95,7 +95,7 @@ SESSION_LINES = (("a", ', "timestamp": 5'), ("b", ', "timestamp": 6'), ("a", "")
 class TestOrder:
     def test_unsorted_requests_are_sorted_and_flagged(self, read) -> None:
         trace = read("arrival_s,input_tokens,output_tokens\n2,1,1\n1,2,1\n1,3,1\n")
-        assert sizes(trace) == [(0.0, 2, 1), (0.0, 3, 1), (1.0, 1, 1)]
+        assert list_sizes(trace) == [(0.0, 2, 1), (0.0, 3, 1), (1.0, 1, 1)]
         assert trace.sorted
 
     def test_equal_times_count_as_sorted(self, read) -> None:
@@ -109,7 +109,7 @@ class TestOrder:
         assert not trace.sorted
 
     def test_negative_times_are_relative_to_the_first(self, read) -> None:
-        assert sizes(read("arrival_s,input_tokens,output_tokens\n-2,1,1\n0,1,1\n"))[1][0] == 2.0
+        assert list_sizes(read("arrival_s,input_tokens,output_tokens\n-2,1,1\n0,1,1\n"))[1][0] == 2.0
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ class TestReadings:
         path = tmp_path / "x.csv"
         path.write_text("Timestamp,Request tokens,Response tokens\n5,3,0\n6,3,1\n8,4,2\n")
         trace = read_requests(path)
-        assert (sizes(trace), trace.failures) == ([(0.0, 3, 1), (2.0, 4, 2)], 1)
+        assert (list_sizes(trace), trace.failures) == ([(0.0, 3, 1), (2.0, 4, 2)], 1)
         assert trace.describe(2).endswith("2 requests over 2.000 s; 1 request without output left out.")
         path.write_text("Timestamp,Request tokens,Response tokens\n5,3,0\n")
         assert "holds no request that succeeded" in self.read_error_of(path)

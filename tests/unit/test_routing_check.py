@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def make_record(ms: float, routing: str, hit: float) -> Record:
     """Return a step of V3 on tp2 with 32 requests of 4,000 tokens."""
-    point = build.point(
+    point = build.make_point(
         Layout(2),
         model="deepseek-v3",
         concurrency=32,
@@ -30,7 +30,7 @@ def make_record(ms: float, routing: str, hit: float) -> Record:
         dtype="bf16",
         weights_dtype="fp8",
     )
-    record = build.ok(point, median_ms=ms, noise=0.0)
+    record = build.make_ok_record(point, median_ms=ms, noise=0.0)
     assert record.conditions is not None
     return msgspec.structs.replace(
         record, conditions=msgspec.structs.replace(record.conditions, experts_hit=hit, graph_batch=32)
@@ -45,7 +45,7 @@ def test_skewed_step_is_forecast_shorter_as_it_reads_fewer_experts() -> None:
     assert (even.expected, skewed.expected) == (163, 78)
     assert (even.experts, skewed.experts) == pytest.approx((163.8, 76.8), rel=0.01)
     assert 0.5 < skewed.forecast_ms / even.forecast_ms < 0.8
-    assert even.ends[0] < even.forecast_ms < even.ends[1]
+    assert even.band_ms[0] < even.forecast_ms < even.band_ms[1]
 
 
 @pytest.mark.parametrize(("ms", "code"), [(None, 0), (500.0, 1)], ids=["inside", "outside"])
@@ -54,7 +54,7 @@ def test_exit_code_is_1_if_a_step_is_outside_its_band(
 ) -> None:
     forecast = routing_check.compare_record(make_record(30.0, "zipf:1", 0.4))
     assert forecast is not None
-    build.write(tmp_path / "run", [make_record(ms or forecast.forecast_ms, "zipf:1", 0.4)])
+    build.write_records(tmp_path / "run", [make_record(ms or forecast.forecast_ms, "zipf:1", 0.4)])
     monkeypatch.setattr(sys, "argv", ["routing_check", str(tmp_path / "run")])
     assert routing_check.main() == code
     printed = capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_exit_code_is_1_if_a_step_is_outside_its_band(
 def test_run_without_steps_exits_with_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build.write(tmp_path / "run", [build.failed(build.point(Layout(2)))])
+    build.write_records(tmp_path / "run", [build.make_failed_record(build.make_point(Layout(2)))])
     monkeypatch.setattr(sys, "argv", ["routing_check", str(tmp_path / "run")])
     with pytest.raises(SystemExit) as end:
         routing_check.main()

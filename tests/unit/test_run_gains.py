@@ -24,7 +24,7 @@ from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.replay import make_step_times_name, replay_point
 from dcpbench.serving.step_cases import Extent
 from dcpbench.serving.step_times import get_engine_path, write_step_times
-from tests.unit.step_times_builder import step_times, true_ms
+from tests.unit.step_times_builder import compute_true_ms, make_step_times
 from tests.unit.test_engine_replay import ENGINE, make_point, measure_exactly
 from tests.unit.test_replay_point import POINT
 
@@ -40,9 +40,9 @@ PAGES = 250  # of 64 tokens on each rank: 15,936 tokens hold three requests of 4
 SETTINGS = Settings(kv_memory_bytes=PAGES * memory.compute_page_bytes(SHAPES["deepseek-v3"], 64, 2))
 
 
-def quicker_ms(batch: ReplicaBatch) -> float:
+def compute_quicker_ms(batch: ReplicaBatch) -> float:
     """Return the time of a step with DCP: attention of decodes takes a quarter, and each step 2 ms more."""
-    return true_ms(batch) + 2 - 0.75e-4 * batch.kv_tokens
+    return compute_true_ms(batch) + 2 - 0.75e-4 * batch.kv_tokens
 
 
 def make_points(base: Point, concurrency: int) -> Iterator[Point]:
@@ -55,10 +55,12 @@ def write_run(folder: Path, *concurrencies: int, device: str = "NVIDIA H200", ba
     """Replay tp4 and tp4·dcp4 into a run's folder."""
     for concurrency in concurrencies:
         for point in make_points(base, concurrency):
-            plan = plan_engine([point], SETTINGS, SHAPES[point.model], step_times(device=device).make_probe())
+            plan = plan_engine([point], SETTINGS, SHAPES[point.model], make_step_times(device=device).make_probe())
             extent = Extent.from_points([point], pages=plan.pages, max_context=plan.max_context)
             path = get_engine_path(point) | {"mtp": 0}
-            times = step_times(extent, true_ms if point.dcp == 1 else quicker_ms, path=path, device=device)
+            times = make_step_times(
+                extent, compute_true_ms if point.dcp == 1 else compute_quicker_ms, path=path, device=device
+            )
             name = make_step_times_name(path, str(concurrency))
             write_step_times(folder / name, times)
             requests = make_point_requests(point, SETTINGS, SHAPES[point.model].vocab)

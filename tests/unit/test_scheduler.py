@@ -16,8 +16,8 @@ from dcpbench.points.names import PREFILL_FIRST
 from dcpbench.points.point import Load, Point
 from dcpbench.points.speculation import Speculation
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
-from tests.unit.serving_builder import config, request
-from tests.unit.serving_simulation import signature
+from tests.unit.serving_builder import make_config, make_request
+from tests.unit.serving_simulation import make_signature
 
 ROOT = Path(__file__).parents[2]
 Decided = tuple[list[int], list[tuple[int, int, int]]]
@@ -25,9 +25,9 @@ Decided = tuple[list[int], list[tuple[int, int, int]]]
 
 def make_scheduler(*load, **changes) -> Scheduler:
     """Return a scheduler to which requests (prompt, output tokens) are submitted."""
-    scheduler = Scheduler(config(**changes))
+    scheduler = Scheduler(make_config(**changes))
     for number, (prompt, output) in enumerate(load):
-        assert scheduler.submit(request(number, prompt, output)) == ""
+        assert scheduler.submit(make_request(number, prompt, output)) == ""
     return scheduler
 
 
@@ -64,7 +64,7 @@ class TestChunks:
         """A prompt of 9 tokens has a chunk of 8. The second request finds both full pages."""
         scheduler = make_scheduler((list(range(9)), 2))
         assert [plan(scheduler) for _ in range(3)] == [([], [(0, 0, 8)]), ([0], []), ([0], [])]
-        scheduler.submit(request(1, [*range(9), 9], 1))
+        scheduler.submit(make_request(1, [*range(9), 9], 1))
         assert plan(scheduler) == ([], [(1, 8, 10)])
 
     def test_request_with_one_token_in_and_one_out_takes_one_step(self) -> None:
@@ -77,20 +77,20 @@ class TestChunks:
 
     def test_chunk_smaller_than_a_page_is_refused(self) -> None:
         with pytest.raises(UsageError, match=re.escape("use --prefill chunk=8 or more, or a smaller --page-size")):
-            config(chunk=3, replicas=2)
+            make_config(chunk=3, replicas=2)
 
 
 class TestPolicies:
     def test_mixed_policy_decodes_in_steps_with_prompts(self) -> None:
         scheduler = make_scheduler((4, 4))
         assert plan(scheduler) == ([], [(0, 0, 4)])
-        scheduler.submit(request(1, 12, 1))
+        scheduler.submit(make_request(1, 12, 1))
         assert [plan(scheduler) for _ in range(3)] == [([0], [(1, 0, 8)]), ([0], [(1, 8, 12)]), ([0], [])]
 
     def test_prefill_first_delays_decodes_while_there_are_prompts(self) -> None:
         scheduler = make_scheduler((4, 4), policy=PREFILL_FIRST)
         assert plan(scheduler) == ([], [(0, 0, 4)])
-        scheduler.submit(request(1, 12, 1))
+        scheduler.submit(make_request(1, 12, 1))
         assert [plan(scheduler) for _ in range(3)] == [([], [(1, 0, 8)]), ([], [(1, 8, 12)]), ([0], [])]
 
     def test_prefill_first_delays_decodes_while_any_replica_has_prompts(self) -> None:
@@ -177,7 +177,7 @@ class TestAdmission:
     def test_request_larger_than_the_kv_cache_is_rejected_with_size_and_limit(self) -> None:
         """The 20 + 14 - 1 = 33 tokens are one more than eight pages hold; the other request is served."""
         scheduler = make_scheduler((4, 1))
-        assert scheduler.submit(request(7, 20, 14)) == (
+        assert scheduler.submit(make_request(7, 20, 14)) == (
             "request 7 has 20 prompt and 14 output tokens and the KV cache of a replica holds 32 tokens; "
             "give more with --kv-memory or --dcp"
         )
@@ -186,7 +186,7 @@ class TestAdmission:
     def test_request_longer_than_max_context_is_rejected(self) -> None:
         """Rows of 16 tokens serve 17 in all, as the last one is not stored."""
         scheduler = make_scheduler((8, 9), max_context=16)
-        reason = scheduler.submit(request(7, 9, 9))
+        reason = scheduler.submit(make_request(7, 9, 9))
         assert "request 7 has 9 prompt and 9 output tokens and the engine was built for 17 in all" in reason
 
     def test_request_without_tokens_raises_value_error(self) -> None:
@@ -259,7 +259,7 @@ class TestPreemption:
         )
         while not (step := scheduler.plan_step()).preempted:
             pass
-        scheduler.submit(request(3, 1, 1))
+        scheduler.submit(make_request(3, 1, 1))
         assert scheduler.replicas[0].available_pages > scheduler.replicas[1].available_pages
         step = scheduler.plan_step()
         assert [[c.sequence.request.number for c in r.chunks] for r in step.replicas] == [[], [3]]
@@ -270,16 +270,16 @@ class TestPrefixCache:
         """Eight tokens are two cached pages; the hit is cut to one page, since the last token has to be computed."""
         scheduler = make_scheduler((list(range(8)), 1))
         plan(scheduler)
-        scheduler.submit(request(1, list(range(8)), 1))
+        scheduler.submit(make_request(1, list(range(8)), 1))
         assert plan(scheduler) == ([], [(1, 4, 8)])
 
     def test_prompt_adds_its_new_pages_to_the_cache(self) -> None:
         """The first prompt adds one page; the second finds it and adds its own, which the third finds, too."""
         scheduler = make_scheduler(([1, 2, 3, 4, 5], 1))
         assert plan(scheduler) == ([], [(0, 0, 5)])
-        scheduler.submit(request(1, [1, 2, 3, 4, 6, 7, 8, 9, 10], 1))
+        scheduler.submit(make_request(1, [1, 2, 3, 4, 6, 7, 8, 9, 10], 1))
         assert plan(scheduler) == ([], [(1, 4, 9)])
-        scheduler.submit(request(2, [1, 2, 3, 4, 6, 7, 8, 9, 11], 1))
+        scheduler.submit(make_request(2, [1, 2, 3, 4, 6, 7, 8, 9, 11], 1))
         assert plan(scheduler) == ([], [(2, 8, 9)])
 
     def test_prompts_of_the_same_step_do_not_share_pages(self) -> None:
@@ -302,7 +302,7 @@ class TestPrefixCache:
         scheduler = make_scheduler((28, 1), chunk=64)
         plan(scheduler)
         assert scheduler.replicas[0].cache.pages == 7
-        scheduler.submit(request(1, 30, 3))
+        scheduler.submit(make_request(1, 30, 3))
         assert plan(scheduler) == ([], [(1, 0, 30)])
 
     def test_pages_that_the_next_request_would_reuse_are_evicted_last(self) -> None:
@@ -313,7 +313,7 @@ class TestPrefixCache:
         a, b = list(range(12)), list(range(20, 28))
         scheduler = make_scheduler((a, 1), (b, 1), (11, 9), max_requests=2, chunk=16)
         assert [plan(scheduler)[1] for _ in range(2)] == [[(0, 0, 12), (1, 0, 4)], [(1, 4, 8), (2, 0, 11)]]
-        scheduler.submit(request(3, [*a, *range(50, 66)], 1))
+        scheduler.submit(make_request(3, [*a, *range(50, 66)], 1))
         assert [plan(scheduler) for _ in range(8)] == [([2], [])] * 8
         assert plan(scheduler) == ([], [(3, 12, 28)])
 
@@ -340,7 +340,7 @@ class TestCancel:
         scheduler = make_scheduler((list(range(8)), 3), (list(range(8)), 3), chunk=16)
         scheduler.plan_step()
         scheduler.cancel()
-        scheduler.submit(request(2, 4, 1))
+        scheduler.submit(make_request(2, 4, 1))
         step = scheduler.plan_step()
         assert step is not None
         assert [w.slot for w in step.replicas[0].table] == [step.replicas[0].chunks[0].slot]
@@ -353,7 +353,7 @@ def collect_steps(shift: int) -> list[object]:
     scheduler = make_scheduler(*load, max_requests=3, replicas=2)
     out = []
     while step := scheduler.plan_step():
-        out.append(signature(step))
+        out.append(make_signature(step))
     return out
 
 
@@ -428,17 +428,17 @@ class TestDrafts:
         fit.
         """
         scheduler = make_scheduler(speculation=self.DRAFTS)
-        assert scheduler.submit(request(0, 20, 10)) == ""
-        assert "the KV cache of a replica holds 32 tokens" in scheduler.submit(request(1, 20, 11))
+        assert scheduler.submit(make_request(0, 20, 10)) == ""
+        assert "the KV cache of a replica holds 32 tokens" in scheduler.submit(make_request(1, 20, 11))
 
     def test_accepted_drafts_of_a_request_do_not_depend_on_others(self) -> None:
         """The request runs alone, and after two others that take all slots but one."""
 
         def collect(*before: tuple[int, int]) -> list[int]:
-            scheduler = Scheduler(config(speculation=self.DRAFTS, max_requests=3))
+            scheduler = Scheduler(make_config(speculation=self.DRAFTS, max_requests=3))
             for number, (prompt, output) in enumerate(before):
-                scheduler.submit(request(number, prompt, output))
-            scheduler.submit(request(7, 2, 9))
+                scheduler.submit(make_request(number, prompt, output))
+            scheduler.submit(make_request(7, 2, 9))
             found = []
             while step := scheduler.plan_step():
                 todo = step.replicas[0]

@@ -14,7 +14,7 @@ from dcpbench.points.names import MIXED, OWN_POLICIES
 from dcpbench.points.speculation import Speculation
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import SchedulerConfig
-from tests.unit.serving_builder import check_books, request
+from tests.unit.serving_builder import check_books, make_request
 from tests.unit.serving_simulation import Simulation
 
 LONGEST = 200
@@ -56,14 +56,14 @@ SIZES = st.tuples(
 """Prompt in percent of what fits; of it what a family shares; output in percent of the room left; family; ending."""
 
 
-def sized(config: SchedulerConfig, number: int, sizes: Sizes) -> ServeRequest:
+def make_sized_request(config: SchedulerConfig, number: int, sizes: Sizes) -> ServeRequest:
     """Return a request that fits into a pool, unless its output exceeds 100 % of the capacity."""
     prompt_share, shared_share, output_share, family, end = sizes
     fits = min((config.pages - 1) * config.virtual_page, config.max_context)
     prompt = max(1, fits * prompt_share // 100)
     shared = prompt * shared_share // 100
     output = 1 + (fits - prompt) * output_share // 100
-    return request(number, FAMILIES[family][:shared] + [end] * (prompt - shared), output)
+    return make_request(number, FAMILIES[family][:shared] + [end] * (prompt - shared), output)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -78,7 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self, sizes: Sizes, copies: int) -> None:
         """Submit one or more requests, which can have equal tokens."""
         for _ in range(copies):
-            self.simulation.submit(sized(self.simulation.config, self.number, sizes))
+            self.simulation.submit(make_sized_request(self.simulation.config, self.number, sizes))
             self.number += 1
 
     @rule(count=st.integers(1, 12))
@@ -115,7 +115,7 @@ def test_load_that_arrives_at_once_is_served_completely(config, load):
     """The pool is then the fullest, with the most preemptions and evictions."""
     simulation = Simulation(config)
     for number, sizes in enumerate(load):
-        simulation.submit(sized(config, number, sizes))
+        simulation.submit(make_sized_request(config, number, sizes))
     simulation.finish()
 
 
@@ -137,7 +137,7 @@ def crowded(policy: str, replicas: int, seed: int) -> Simulation:
     for number in range(12 * replicas):
         shared = draw.choice((0, 50, 100, 100))
         sizes = (draw.randint(5, 60), shared, draw.randint(0, 100), draw.randint(0, 1), draw.randint(0, 1))
-        simulation.submit(sized(config, number, sizes))
+        simulation.submit(make_sized_request(config, number, sizes))
         for _ in range(draw.choice((0, 0, 1, 5))):
             simulation.step()
     simulation.finish()

@@ -15,7 +15,7 @@ from dcpbench.workloads.serve import Serving, _make_requests
 from dcpbench.workloads.session import Session
 from tests.unit import engine_builder as build
 
-SHAPE = build.shape_like_tiny(layers=1, first_k_dense_replace=1)
+SHAPE = build.make_shape(layers=1, first_k_dense_replace=1)
 LOAD = Load(requests=1, input_tokens="1", output_tokens="1", chunk=16)
 POINT = Point(
     model="tiny",
@@ -44,7 +44,7 @@ class Mallinfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in MALLINFO]
 
 
-def held() -> tuple[int, int]:
+def measure_held() -> tuple[int, int]:
     """Return the numbers of Python objects and of bytes from malloc in use: the resident size would jump with the gaps
     between them.
     """
@@ -62,7 +62,7 @@ def test_thousands_of_steps_leak_no_memory():
 
     So there are hits in the prefix cache, evictions and preemptions.
     """
-    engine = build.engine(shape=SHAPE, pages=14, page_size=POINT.page_size, requests=2, context=POINT.context)
+    engine = build.make_engine(shape=SHAPE, pages=14, page_size=POINT.page_size, requests=2, context=POINT.context)
     plan = SimpleNamespace(pages=engine.allocator.pages, max_context=engine.max_context, chunk=LOAD.chunk)
     serving = Serving(Session(POINT, SHAPE, plan, engine, reduce_spec=None), "sdpa")
     alone = _make_requests([1 + 7 * i % 20 for i in range(STEPS)], 20, SHAPE.vocab)
@@ -78,7 +78,7 @@ def test_thousands_of_steps_leak_no_memory():
             assert sum(s.preemptions for s in sequences) > 0
             assert sum(s.cached > 0 for s in sequences) > 0
             del loop, sequences
-            counts.append(held())
+            counts.append(measure_held())
     blocks, sizes = zip(*counts[WARM - 1 :], strict=True)
     assert blocks[-1] - blocks[0] < BLOCKS, blocks
     assert sizes[-1] - sizes[0] < BYTES, sizes

@@ -59,7 +59,7 @@ class TestMetrics:
         Their clients' next requests are submitted at 8 s: tokens at 9 … 16 s. TTFT 1 s, ITL 1 s, E2EL 8 s; 32 tokens in
         16 s = 2 tok/s, 0.5 a GPU; (128 + 32) / 16 = 10 tok/s in all; 2 of 16 steps have prefill.
         """
-        got = compute_metrics(build.serve([build.request(i) for i in range(4)], concurrency=2))
+        got = compute_metrics(build.serve([build.make_request(i) for i in range(4)], concurrency=2))
         assert (got.ttft_ms.mean, got.ttft_ms.p50, got.ttft_ms.samples) == (1000, 1000, 4)
         assert (got.itl_ms.p50, got.itl_ms.samples) == (1000, 28)
         assert (got.tpot_ms.p50, got.e2el_ms.p50) == (1000, 8000)
@@ -81,33 +81,33 @@ class TestMetrics:
 
     def test_percentiles_need_their_minimum_of_samples(self) -> None:
         """The 4 TTFTs give only a median; 4 · 24 = 96 gaps give p90 (64), not p95 (130)."""
-        got = compute_metrics(build.serve([build.request(i, outputs=25) for i in range(4)], concurrency=2))
+        got = compute_metrics(build.serve([build.make_request(i, outputs=25) for i in range(4)], concurrency=2))
         assert (got.ttft_ms.p90, got.itl_ms.samples, got.itl_ms.p90, got.itl_ms.p95) == (None, 96, 1000, None)
 
     def test_open_loop_has_no_steady_throughput(self) -> None:
         """The second request is due at 2.5 s, within a step, and joins the one from 3 s to 4 s: TTFT 1.5 s."""
-        got = compute_metrics(build.serve([build.request(0, arrival_s=0.0), build.request(1, arrival_s=2.5)]))
+        got = compute_metrics(build.serve([build.make_request(0, arrival_s=0.0), build.make_request(1, arrival_s=2.5)]))
         assert got.ttft_ms.p50 == (1000 + 1500) / 2
         assert (got.steady_tok_s, got.steady_s) == (None, None)
 
     def test_goodput_counts_requests_within_the_objectives(self) -> None:
         """One chunk has two of three prompts, so that TTFT is 1, 1 and 2 s. Within 1.5 s there are 2 requests in 9 s."""
-        got = compute_metrics(build.serve([build.request(i) for i in range(3)], concurrency=3), slo={"ttft": 1500})
+        got = compute_metrics(build.serve([build.make_request(i) for i in range(3)], concurrency=3), slo={"ttft": 1500})
         assert got.slo_ms == {"ttft": 1500}
         assert got.request_goodput == pytest.approx(2 / 9)
 
     def test_preemptions_and_cached_tokens_are_counted(self) -> None:
         """Two requests of 2 + 4 pages each share 10 pages: the second is preempted once both need a fifth page."""
-        traffic, steps = build.serve([build.request(i, outputs=64) for i in range(2)], concurrency=2, pages=11)
+        traffic, steps = build.serve([build.make_request(i, outputs=64) for i in range(2)], concurrency=2, pages=11)
         got = compute_metrics((traffic, steps))
         assert got.preemptions == sum(r.preemptions or 0 for r in make_rows(traffic.samples)) == 1
-        same = [dataclasses.replace(build.request(0), number=i) for i in range(2)]
+        same = [dataclasses.replace(build.make_request(0), number=i) for i in range(2)]
         assert compute_metrics(build.serve(same, concurrency=1)).cached_tokens == 16, "one page of the prompt's two"
 
     def test_cancelled_requests_count_as_output_and_have_no_latency(self) -> None:
         """At the end after 4 s, both have 4 of 8 tokens: 8 tokens in 4 s are 2 tok/s, and no request has a TTFT."""
         got = compute_metrics(
-            build.serve([build.request(i) for i in range(4)], concurrency=2, until_s=4), slo={"ttft": 1e6}
+            build.serve([build.make_request(i) for i in range(4)], concurrency=2, until_s=4), slo={"ttft": 1e6}
         )
         assert (got.finished, got.cancelled, got.output_tokens, got.output_tok_s) == (0, 2, 8, 2)
         assert (got.ttft_ms.p50, got.ttft_ms.samples, got.itl_ms.p50, got.tok_s_per_user) == (None, 0, None, None)
@@ -117,14 +117,14 @@ class TestMetrics:
         """The KV cache has space for two of three clients: the third waits from 0 to 4 s, so that all three are in
         flight for 4 s.
         """
-        stopped = build.serve([build.request(i) for i in range(3)], concurrency=3, pages=8, until_s=4)
+        stopped = build.serve([build.make_request(i) for i in range(3)], concurrency=3, pages=8, until_s=4)
         got = compute_metrics(stopped)
         assert [len(s.token_s) for s in stopped[0].samples] == [4, 4, 0]
         assert (got.cancelled, got.steady_s, got.steady_tok_s) == (3, 4, 2)
 
     def test_summary_omits_medians_that_are_missing(self) -> None:
         done, cut = (
-            compute_metrics(build.serve([build.request(i) for i in range(4)], concurrency=2, until_s=until))
+            compute_metrics(build.serve([build.make_request(i) for i in range(4)], concurrency=2, until_s=until))
             for until in (99, 4)
         )
         assert format_summary(done) == "2 tok/s, TTFT 1,000.0 ms, ITL 1,000.0 ms"
@@ -134,23 +134,25 @@ class TestMetrics:
 
     def test_rejected_request_is_only_counted(self) -> None:
         """The request has 2,000 tokens, and the cache 1,600."""
-        got = compute_metrics(build.serve([build.request(0, inputs=2000), build.request(1)], concurrency=1))
+        got = compute_metrics(build.serve([build.make_request(0, inputs=2000), build.make_request(1)], concurrency=1))
         assert (got.submitted, got.finished, got.rejected, got.input_tokens) == (2, 1, 1, 32)
 
     def test_run_without_any_token_raises_an_error_with_the_cause(self) -> None:
         with pytest.raises(UsageError, match=r"1 request rejected and 0 cut off.*--kv-memory"):
-            compute_metrics(build.serve([build.request(0, inputs=2000)], concurrency=1))
+            compute_metrics(build.serve([build.make_request(0, inputs=2000)], concurrency=1))
         with pytest.raises(UsageError, match=r"1 cut off by --timeout load=1; use a longer one\.$"):
-            compute_metrics(build.serve([build.request(0, inputs=200)], concurrency=1, until_s=1), limit_s=1.0)
+            compute_metrics(build.serve([build.make_request(0, inputs=200)], concurrency=1, until_s=1), limit_s=1.0)
         with pytest.raises(UsageError, match=r"a signal ended the run before the first token.*--resume\.$"):
-            compute_metrics(build.serve([build.request(0, inputs=200)], concurrency=1, until_s=1), interrupted=True)
+            compute_metrics(
+                build.serve([build.make_request(0, inputs=200)], concurrency=1, until_s=1), interrupted=True
+            )
 
     def test_few_samples_of_ttft_or_itl_have_a_warning(self) -> None:
         """The percentile p99 needs 662 samples. 700 requests of 2 tokens have 700 of both; 350 of 3 tokens have 700
         gaps and 350 TTFTs.
         """
         enough, few_ttft, few_itl = (
-            compute_metrics(build.serve([build.request(i, 1, outputs) for i in range(n)], concurrency=64))
+            compute_metrics(build.serve([build.make_request(i, 1, outputs) for i in range(n)], concurrency=64))
             for n, outputs in ((700, 2), (350, 3), (700, 1))
         )
         assert (few_ttft.ttft_ms.samples, few_ttft.ttft_ms.p99, few_ttft.itl_ms.samples) == (350, None, 700)
@@ -160,9 +162,9 @@ class TestMetrics:
         assert find_warnings(few_itl) == ["few_samples"]
 
     def test_cancelled_or_rejected_requests_have_a_warning(self) -> None:
-        requests = [build.request(i, 1, 2) for i in range(700)]
-        cut = compute_metrics(build.serve([*requests, build.request(700, 1, 50)], concurrency=64, until_s=40))
-        refused = compute_metrics(build.serve([*requests, build.request(700, inputs=2000)], concurrency=64))
+        requests = [build.make_request(i, 1, 2) for i in range(700)]
+        cut = compute_metrics(build.serve([*requests, build.make_request(700, 1, 50)], concurrency=64, until_s=40))
+        refused = compute_metrics(build.serve([*requests, build.make_request(700, inputs=2000)], concurrency=64))
         assert (cut.cancelled, refused.rejected) == (1, 1)
         assert find_warnings(cut) == ["cut_off"]
         assert find_warnings(refused) == ["rejections"]
@@ -170,7 +172,7 @@ class TestMetrics:
     @pytest.mark.parametrize("slo", [{"latency": 5.0}, {"itl": 0.0}, {"itl": float("nan")}])
     def test_invalid_objectives_are_refused(self, slo: dict[str, float]) -> None:
         with pytest.raises(UsageError):
-            compute_metrics(build.serve([build.request(0)], concurrency=1), slo=slo)
+            compute_metrics(build.serve([build.make_request(0)], concurrency=1), slo=slo)
 
 
 class TestSamples:
@@ -178,7 +180,12 @@ class TestSamples:
         """The requests are a finished, a rejected and two cancelled ones, one of which never got a token. The third is
         submitted after the second has been rejected, after the first step: tokens at 2 s and 3 s.
         """
-        requests = [build.request(0, outputs=2), build.request(1, inputs=2000), build.request(2), build.request(3, 100)]
+        requests = [
+            build.make_request(0, outputs=2),
+            build.make_request(1, inputs=2000),
+            build.make_request(2),
+            build.make_request(3, 100),
+        ]
         traffic, _ = build.serve(requests, concurrency=2, until_s=3)
         traffic.samples[0].tokens += [5, 7]
         written = make_rows(traffic.samples)
@@ -196,7 +203,12 @@ class TestSamples:
         """Requests go to the replica with the fewest: 0 and 1 alternately. A waiting or rejected request has no
         replica.
         """
-        requests = [build.request(0), build.request(1), build.request(2, inputs=2000), build.request(3, inputs=1590)]
+        requests = [
+            build.make_request(0),
+            build.make_request(1),
+            build.make_request(2, inputs=2000),
+            build.make_request(3, inputs=1590),
+        ]
         traffic, _ = build.serve(requests, concurrency=4, replicas=2, until_s=1)
         found = read_samples(tmp_path / write_samples(tmp_path, POINT, make_rows(traffic.samples)))
         assert [(r.outcome, r.replica, r.cached_tokens, r.preemptions) for r in found] == [
@@ -237,7 +249,7 @@ class TestSamples:
 
     def test_changed_byte_never_yields_other_samples(self, tmp_path: Path) -> None:
         """With any changed byte, the file is refused or has the original samples."""
-        requests = [build.request(0, outputs=2), build.request(1, inputs=2000), build.request(2)]
+        requests = [build.make_request(0, outputs=2), build.make_request(1, inputs=2000), build.make_request(2)]
         traffic, _ = build.serve(requests, concurrency=2, until_s=9)
         written = make_rows(traffic.samples)
         path = tmp_path / write_samples(tmp_path, POINT, written)
@@ -255,7 +267,7 @@ class TestSamples:
         """The file is valid, and has 3 s in place of 2 s."""
         import pyarrow.parquet as pq
 
-        traffic, _ = build.serve([build.request(0, outputs=2)], concurrency=1)
+        traffic, _ = build.serve([build.make_request(0, outputs=2)], concurrency=1)
         path = tmp_path / write_samples(tmp_path, POINT, make_rows(traffic.samples))
         table = pq.read_table(path)
         changed_times = table.set_column(table.schema.get_field_index("end_s"), table.schema.field("end_s"), [[3.0]])

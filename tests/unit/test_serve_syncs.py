@@ -19,7 +19,7 @@ from dcpbench.workloads.serving_loop import Loop
 from dcpbench.workloads.session import Session
 from tests.unit import engine_builder as build
 
-SHAPE = build.shape_like_tiny(layers=2)  # one dense layer and one of experts
+SHAPE = build.make_shape(layers=2)  # one dense layer and one of experts
 LOAD = Load(requests=3, input_tokens="1", output_tokens="1", chunk=8)
 POINT = Point(
     model="tiny",
@@ -37,9 +37,9 @@ POINT = Point(
 def served(run: DryRun) -> tuple[Loop, int]:
     """Serve three prompts, the second with two chunks and one that arrives later, and return the waits."""
     device, layout = torch.device("cuda", 0), Layout(1)
-    weights = load_weights(SyntheticSource(0, torch.bfloat16, device), SHAPE, layout, 0, build.layers(SHAPE))
+    weights = load_weights(SyntheticSource(0, torch.bfloat16, device), SHAPE, layout, 0, build.make_layers(SHAPE))
     kv = KvPool(SHAPE.layers, 32, POINT.page_size, SHAPE.kv_width, torch.bfloat16, device)
-    groups = build.alone(layout, 0)
+    groups = build.make_groups(layout, 0)
     model = Model(SHAPE, layout, groups, weights, kv, interleave=1, max_context=POINT.context, device=device)
     engine = DecodeEngine(model, backend=POINT.backend, exchange="none", max_requests=2, max_context=POINT.context)
     plan = SimpleNamespace(pages=engine.allocator.pages, max_context=engine.max_context, chunk=LOAD.chunk)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.requests import ServeRequest, Step
 
 
-def config(**changes: int) -> SchedulerConfig:
+def make_config(**changes: int) -> SchedulerConfig:
     return SchedulerConfig(
         **{
             "replicas": 1,
@@ -41,7 +41,7 @@ def config(**changes: int) -> SchedulerConfig:
     )
 
 
-def steps(setup: SchedulerConfig, requests: list[ServeRequest], clients: int | None = None) -> list[Step]:
+def list_steps(setup: SchedulerConfig, requests: list[ServeRequest], clients: int | None = None) -> list[Step]:
     """Return all served steps, with as many clients as requests by default."""
     scheduler = Scheduler(setup)
     traffic = Traffic(requests, scheduler, clients or len(requests))
@@ -57,10 +57,10 @@ def steps(setup: SchedulerConfig, requests: list[ServeRequest], clients: int | N
 
 def step_tokens(setup: SchedulerConfig, requests: list[ServeRequest]) -> list[int]:
     """Return the tokens of each step in the fullest replica."""
-    return [max(replica.tokens for replica in step.replicas) for step in steps(setup, requests)]
+    return [max(replica.tokens for replica in step.replicas) for step in list_steps(setup, requests)]
 
 
-def prefixes(found: list[Step]) -> list[int]:
+def list_prefixes(found: list[Step]) -> list[int]:
     """Return the numbers of stored tokens before the chunks of these steps."""
     return [chunk.start for step in found for replica in step.replicas for chunk in replica.chunks]
 
@@ -78,11 +78,11 @@ def prefixes(found: list[Step]) -> list[int]:
 )
 def test_prompts_of_whole_pages_fill_a_step(changes: dict[str, int], lengths: list[int]) -> None:
     """Pages have 64 · 4 tokens: a request of 4,060 tokens has 15, and a step of 8,192 has 32."""
-    assert _list_full_step_lengths(config(**changes)) == lengths
+    assert _list_full_step_lengths(make_config(**changes)) == lengths
 
 
 def test_warm_up_has_a_full_step_although_no_request_is_as_long() -> None:
-    setup = config()
+    setup = make_config()
     assert step_tokens(setup, _make_requests(_list_full_step_lengths(setup), 1, 100)) == [8192, 8192]
 
 
@@ -102,22 +102,22 @@ def test_warm_up_splits_a_prompt_although_none_is_as_long_as_a_step(
     """A prompt without a page left in a step does not begin in it: 8,192 less two prompts of 4,060 are 72, and a page
     has 256.
     """
-    setup = config(**changes)
+    setup = make_config(**changes)
     assert _list_cut_step_lengths(setup) == lengths
     if lengths:
-        assert max(prefixes(steps(setup, _make_requests(lengths, 1, 100)))) > 0
+        assert max(list_prefixes(list_steps(setup, _make_requests(lengths, 1, 100)))) > 0
 
 
 def test_warm_up_splits_a_prompt_on_each_replica() -> None:
-    setup = config(replicas=2, dcp=1, chunk=2048, max_context=904)
-    found = steps(setup, _make_requests(_list_cut_step_lengths(setup), 1, 100))
+    setup = make_config(replicas=2, dcp=1, chunk=2048, max_context=904)
+    found = list_steps(setup, _make_requests(_list_cut_step_lengths(setup), 1, 100))
     assert all(any(c.start for step in found for c in step.replicas[r].chunks) for r in range(2))
 
 
 def test_repeated_prompt_follows_its_cached_prefix() -> None:
     """The prefix counts even if too few prompts arrive at once to split one: 903 tokens are 14 pages of 64, and 7 more."""
-    setup = config(dcp=1, max_context=904)
-    assert prefixes(steps(setup, _make_repeated_requests(setup, 100), clients=1)) == [0, 896]
+    setup = make_config(dcp=1, max_context=904)
+    assert list_prefixes(list_steps(setup, _make_repeated_requests(setup, 100), clients=1)) == [0, 896]
 
 
 class Server:
@@ -131,7 +131,7 @@ class Server:
 
     def make_loop(self, point: Point, requests: list[ServeRequest], concurrency: int) -> SimpleNamespace:
         setup = make_scheduler_config(point, self.session)  # type: ignore[arg-type]
-        self.found += steps(setup, requests, concurrency)
+        self.found += list_steps(setup, requests, concurrency)
         return SimpleNamespace(run=lambda _alive: None)
 
 
@@ -140,17 +140,17 @@ def test_warm_up_is_served_with_prompts_above_and_below_a_page(context: int, sto
     """Pages have 64 tokens: a prompt of 439 has 6 full ones, and one of 40 has none, for which no list of prompts may
     be empty.
     """
-    one = serve_record_builder.point(Layout(1), 4, context=context, page_size=64)
+    one = serve_record_builder.make_point(Layout(1), 4, context=context, page_size=64)
     server = Server(context)
     Serving.warm_up(server, one, _make_requests([8] * 4, 2, 100), lambda: None)  # type: ignore[arg-type]
-    assert max(prefixes(server.found)) == stored
+    assert max(list_prefixes(server.found)) == stored
 
 
 def test_each_replica_runs_chunks_of_every_size_and_a_cached_prefix() -> None:
     """Single prompts would always go to the first replica, so that ranks of the others would compile during the
     measurement.
     """
-    one = serve_record_builder.point(Layout(2, 2), 4, context=440, page_size=64)
+    one = serve_record_builder.make_point(Layout(2, 2), 4, context=440, page_size=64)
     server = Server(440)
     Serving.warm_up(server, one, _make_requests([8] * 4, 2, 100), lambda: None)  # type: ignore[arg-type]
     chunks = [{(c.start, c.tokens) for step in server.found for c in step.replicas[r].chunks} for r in range(2)]

@@ -16,7 +16,7 @@ SHARDING = Sharding(shape=SHAPES["tiny"], layout=Layout(1), itemsize=2)
 RATES = Rates(read_bytes_s=1e9, copy_bytes_s=1e9, matmul_flop_s=1e12)
 
 
-def floor_ms(rows: StepRows) -> float:
+def compute_floor_ms(rows: StepRows) -> float:
     return sum(compute_step_floors(SHARDING, rows, RATES.limits).values()) / 1e3
 
 
@@ -50,15 +50,25 @@ class TestShares:
         short, long = StepRows(chunks=((64, 0),), sampled=1, tokens=64), StepRows(chunks=((512, 64),), tokens=512)
         decode = StepRows(decodes=(100,) * 3, sampled=3, tokens=3)
         steps = [
-            TimedStep(ms=2 * floor_ms(short), decodes=0, queries=1, context=0, chunks=((64, 0),), sampled=1, tokens=64),
             TimedStep(
-                ms=5 * floor_ms(long), decodes=0, queries=1, context=0, chunks=((512, 64),), sampled=0, tokens=512
+                ms=2 * compute_floor_ms(short), decodes=0, queries=1, context=0, chunks=((64, 0),), sampled=1, tokens=64
             ),
-            TimedStep(ms=4 * floor_ms(decode), decodes=3, queries=1, context=100, chunks=(), sampled=3, tokens=3),
+            TimedStep(
+                ms=5 * compute_floor_ms(long),
+                decodes=0,
+                queries=1,
+                context=0,
+                chunks=((512, 64),),
+                sampled=0,
+                tokens=512,
+            ),
+            TimedStep(
+                ms=4 * compute_floor_ms(decode), decodes=3, queries=1, context=100, chunks=(), sampled=3, tokens=3
+            ),
         ]
         found = compute_shares(SHARDING, steps, RATES)
-        spent_ms = 2 * floor_ms(short) + 5 * floor_ms(long)
-        assert found.prefill_floor_share == pytest.approx((floor_ms(short) + floor_ms(long)) / spent_ms)
+        spent_ms = 2 * compute_floor_ms(short) + 5 * compute_floor_ms(long)
+        assert found.prefill_floor_share == pytest.approx((compute_floor_ms(short) + compute_floor_ms(long)) / spent_ms)
         assert found.decode_floor_share == pytest.approx(0.25)
         flops = sum(compute_step_matmul_s(SHARDING, rows, {"matmul": 1.0}) for rows in (short, long))
         assert found.prefill_matmul_share == pytest.approx(flops / (spent_ms / 1e3 * 1e12))

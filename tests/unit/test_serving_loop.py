@@ -43,7 +43,7 @@ class Engine:
         return Launched(step, self.looks, self.log)
 
 
-def loop(looks):
+def serve_prompt(looks):
     """Serve a prompt of three chunks to its end."""
     config = SchedulerConfig(replicas=1, pages=20, page_size=1, dcp=1, max_requests=1, chunk=2, max_context=16)
     scheduler = Scheduler(config)
@@ -56,7 +56,7 @@ def loop(looks):
 
 def test_arrived_tokens_are_read_between_layers_of_the_next_launch():
     """The first query is too early; the second, after the second layer of the next step, finds the tokens."""
-    made, log = loop(looks=1)
+    made, log = serve_prompt(looks=1)
     start = log.index("launch 1.0")
     assert log[start : start + 4] == ["launch 1.0", "launch 1.1", "read 0", "launch 1.2"]
     assert made.traffic.samples[0].tokens == [7, 7]
@@ -65,7 +65,7 @@ def test_arrived_tokens_are_read_between_layers_of_the_next_launch():
 @pytest.mark.parametrize("looks", [0, 1, 2, 100])
 def test_every_step_is_read_once_and_in_order(looks):
     """The order does not depend on when tokens arrive: three chunks and a decode."""
-    made, log = loop(looks)
+    made, log = serve_prompt(looks)
     assert [line for line in log if line.startswith("read")] == [f"read {n}" for n in range(4)]
     assert made.counts.steps == 4
     assert made.traffic.samples[0].is_finished

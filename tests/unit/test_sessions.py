@@ -25,7 +25,7 @@ from dcpbench.workloads import serving_loop
 from dcpbench.workloads.serving_loop import Loop, RankZeroBroadcast
 from tests.unit.test_replay import Fixed
 from tests.unit.test_replay_loop import Clock, Device
-from tests.unit.virtual_serving import config, request
+from tests.unit.virtual_serving import make_config, make_request
 from tests.unit.virtual_serving import serve as virtually
 
 VOCAB = 1000
@@ -94,7 +94,7 @@ class TestLoads:
 
 def replay(load: Load, clients: int | None, **changes: object) -> Traffic:
     """Replay the load with artificial step times and virtual pages of PAGE tokens."""
-    scheduler = Scheduler(config(page_size=PAGE, **changes))
+    scheduler = Scheduler(make_config(page_size=PAGE, **changes))
     return replay_requests(make_requests(load, VOCAB), scheduler, clients, Fixed()).traffic
 
 
@@ -163,7 +163,7 @@ class TestTimes:
         assert traffic.is_done
 
     def test_stopped_traffic_submits_no_more_turns(self) -> None:
-        scheduler = Scheduler(config(page_size=PAGE))
+        scheduler = Scheduler(make_config(page_size=PAGE))
         traffic = Traffic(make_requests(make_load(), VOCAB), scheduler, 2)
         traffic.submit(*traffic.count_due(0.0), 0.0)
         traffic.stop()
@@ -177,7 +177,7 @@ class TestTimes:
         """The pool is so small that it evicts pages."""
         open_loop = {} if clients else {"arrival": "gamma", "request_rate": 20.0}
         load = make_load(requests=40, think_time=think_time, **open_loop)
-        setup, clock = config(page_size=PAGE, pages=41 if clients else 121), Clock()
+        setup, clock = make_config(page_size=PAGE, pages=41 if clients else 121), Clock()
         monkeypatch.setattr(serving_loop, "time", clock)
         scheduler = Scheduler(setup)
         traffic = Traffic(make_requests(load, VOCAB), scheduler, clients)
@@ -195,7 +195,7 @@ class TestTimes:
         """The simulated device samples zeros."""
         clock = Clock()
         monkeypatch.setattr(serving_loop, "time", clock)
-        scheduler = Scheduler(config(page_size=PAGE))
+        scheduler = Scheduler(make_config(page_size=PAGE))
         load = make_load(requests=3, turns="3", input_tokens="5", output_tokens="4")
         traffic = Traffic(make_requests(load, VOCAB), scheduler, 1)
         loop = Loop(Device(Fixed(), clock), scheduler, traffic, RankZeroBroadcast())
@@ -225,9 +225,9 @@ def test_invalid_session_options_are_refused(options: dict[str, object], expecte
 
 def test_turn_that_waits_for_its_replica_does_not_delay_other_replicas() -> None:
     """Replica 0 is full; a new request behind the waiting turn goes to replica 1."""
-    scheduler = Scheduler(config(page_size=PAGE, replicas=2, max_requests=1))
+    scheduler = Scheduler(make_config(page_size=PAGE, replicas=2, max_requests=1))
     first, turn, *_ = make_requests(make_load(requests=2, turns="2", input_tokens="20", output_tokens="2"), VOCAB)
-    others = [request(number, outputs=40) for number in (5, 6)]
+    others = [make_request(number, outputs=40) for number in (5, 6)]
     traffic = Traffic([first], scheduler, 1)
     traffic.submit(0, 1, 0.0)
     while scheduler.plan_step():
@@ -404,7 +404,7 @@ class TestAgents:
         submitted = []
         chosen: list[int] | None = None
         for answered in ((1.0, 1.5), (1.5, 1.0)):
-            traffic = Traffic(requests, Scheduler(config(page_size=PAGE)), 2)
+            traffic = Traffic(requests, Scheduler(make_config(page_size=PAGE)), 2)
             traffic.submit(0, 2, 0.0)
             for number, now in zip((0, 2), answered, strict=True):
                 sequence = SimpleNamespace(request=requests[number])
@@ -486,7 +486,7 @@ class TestSubAgents:
 
     def test_live_and_replay_with_sub_agents_have_equal_times(self, monkeypatch: pytest.MonkeyPatch) -> None:
         load = msgspec.structs.replace(self.LOAD, requests=60, output_tokens="uniform:2-9", think_time=0.07)
-        setup, clock = config(page_size=PAGE, pages=41, max_requests=8), Clock()
+        setup, clock = make_config(page_size=PAGE, pages=41, max_requests=8), Clock()
         monkeypatch.setattr(serving_loop, "time", clock)
         scheduler = Scheduler(setup)
         traffic = Traffic(make_requests(load, VOCAB), scheduler, 3)

@@ -161,16 +161,16 @@ def test_sites_are_sorted_by_cost_and_then_by_place() -> None:
     """
     plain = {"bubble_us": 5.0, "wait_us": 5.0, "count": 2, "file": "b.py", "line": 7}
     wanted = [
-        syncs_builder.site("a", **{**plain, "bubble_us": 6.0}),
-        syncs_builder.site("b", **{**plain, "wait_us": 6.0}),
-        syncs_builder.site("c", **{**plain, "count": 3}),
-        syncs_builder.site("d", **{**plain, "file": "a.py"}),
-        syncs_builder.site("e", **{**plain, "line": None}),
-        syncs_builder.site("f", **{**plain, "line": 1}),
-        syncs_builder.site("g", **plain),
-        syncs_builder.site("h", **plain),
-        syncs_builder.site("i", **{**plain, "bubble_us": 9.0, "may_block": True}),
-        syncs_builder.site("j", **{**plain, "bubble_us": 9.0, "own": True}),
+        syncs_builder.make_site("a", **{**plain, "bubble_us": 6.0}),
+        syncs_builder.make_site("b", **{**plain, "wait_us": 6.0}),
+        syncs_builder.make_site("c", **{**plain, "count": 3}),
+        syncs_builder.make_site("d", **{**plain, "file": "a.py"}),
+        syncs_builder.make_site("e", **{**plain, "line": None}),
+        syncs_builder.make_site("f", **{**plain, "line": 1}),
+        syncs_builder.make_site("g", **plain),
+        syncs_builder.make_site("h", **plain),
+        syncs_builder.make_site("i", **{**plain, "bubble_us": 9.0, "may_block": True}),
+        syncs_builder.make_site("j", **{**plain, "bubble_us": 9.0, "own": True}),
     ]
     backwards = wanted[::-1]
     found = sorted(backwards, key=get_sort_key)
@@ -236,7 +236,7 @@ class TestAdvice:
     def test_margin_with_a_corrected_forecast_is_that_of_ratios(self, a: bool, b: bool, ratios: bool) -> None:
         """The margin is 4 % for ratios, and otherwise the sum of both bands, 21 %."""
         one, other = (
-            dataclasses.replace(advised.forecast(100, "measured"), factor=1.1 if corrected else None)
+            dataclasses.replace(advised.make_forecast(100, "measured"), factor=1.1 if corrected else None)
             for corrected in (a, b)
         )
         assert layout_choice.compute_margin(one, other) == pytest.approx(0.04 if ratios else 0.21)
@@ -283,11 +283,11 @@ class TestAdvice:
         )
         monkeypatch.setattr(advise, "measure_whole_model", lambda *_: whole)
         query = advised.make_query("H200")
-        assert advise.find_refusal(query, advised.point()) == advise.Refusal(advise.NO_WHOLE_MODEL, expected)
-        assert advise.find_refusal(dataclasses.replace(query, cycled=True), advised.point()) is None
+        assert advise.find_refusal(query, advised.make_point()) == advise.Refusal(advise.NO_WHOLE_MODEL, expected)
+        assert advise.find_refusal(dataclasses.replace(query, cycled=True), advised.make_point()) is None
         fits = msgspec.structs.replace(whole, weight_bytes=1, kv_bytes=1)
         monkeypatch.setattr(advise, "measure_whole_model", lambda *_: fits)
-        assert advise.find_refusal(query, advised.point()) is None
+        assert advise.find_refusal(query, advised.make_point()) is None
 
 
 def test_idle_time_is_a_range_of_percentages_of_a_step() -> None:
@@ -593,11 +593,11 @@ def test_corrected_forecast_has_the_band_of_ratios() -> None:
     """The forecast is 1.25 times 100 tok/s; 4 % for ratios and 3 % and 2 % for two kinds of calls make a factor of
     1.09.
     """
-    found = apply_factor(advised.forecast(100.0, comm={"all-reduce": 0.03, "a2a": 0.02}), 1.25)
+    found = apply_factor(advised.make_forecast(100.0, comm={"all-reduce": 0.03, "a2a": 0.02}), 1.25)
     assert (found.tok_s, found.low, found.high) == (125.0, pytest.approx(125 / 1.09), pytest.approx(125 * 1.09))
-    slow = dataclasses.replace(advised.forecast(100.0), itl_ms=Percentiles(p50=10.0))
+    slow = dataclasses.replace(advised.make_forecast(100.0), itl_ms=Percentiles(p50=10.0))
     assert apply_factor(slow, 1.25).itl_ms.p50 == 8.0
-    served = dataclasses.replace(slow, point=advised.point(load=advised.load()))
+    served = dataclasses.replace(slow, point=advised.make_point(load=advised.load()))
     assert apply_factor(served, 1.25).itl_ms.p50 == 8.0
 
 

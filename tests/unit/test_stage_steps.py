@@ -24,7 +24,7 @@ from dcpbench.serving.stage_steps import StagedTimes, check_stages, make_measure
 from dcpbench.serving.step_model import ReplicaBatch
 from dcpbench.serving.step_times import get_engine_path, write_step_times
 from tests.unit import test_replay_point
-from tests.unit.step_times_builder import step_times, true_ms
+from tests.unit.step_times_builder import compute_true_ms, make_step_times
 from tests.unit.test_pipeline import simulate_round
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ PLAIN = msgspec.structs.replace(POINT, dcp=1, exchange="none")
 def stage(point: Point = POINT, micro_batches: int = 0, **degrees: int) -> StagedTimes:
     """Return the step times of a point with these degrees, of an engine that was measured without them."""
     staged = msgspec.structs.replace(point, **degrees)
-    return StagedTimes(step_times(path=get_engine_path(point)), staged, micro_batches)
+    return StagedTimes(make_step_times(path=get_engine_path(point)), staged, micro_batches)
 
 
 def decode(requests: int, context: int = 4000) -> ReplicaBatch:
@@ -50,7 +50,7 @@ def decode(requests: int, context: int = 4000) -> ReplicaBatch:
 
 def replay(tmp_path: Path, point: Point, **settings: int) -> Record:
     """Return the record of a point by step times of its layout without stages."""
-    times = step_times(path=get_engine_path(point))
+    times = make_step_times(path=get_engine_path(point))
     write_step_times(tmp_path / "times.json", times)
     chosen = Settings(**settings)
     plan = plan_engine([point], chosen, SHAPES[point.model], times.make_probe())
@@ -148,12 +148,12 @@ class TestPrefillContextParallelism:
         the products of 4,096 over 8, but twice the weights to read; calls between the ranks are added.
         """
         (model,), prompt = stage(PLAIN, pcp=2).models, ReplicaBatch.from_requests(0, 0, [(2048, 1024)])
-        assert 0.7 * true_ms(prompt) < model.predict_step_ms([prompt]) < true_ms(prompt)
+        assert 0.7 * compute_true_ms(prompt) < model.predict_step_ms([prompt]) < compute_true_ms(prompt)
 
     def test_pcp_decodes_read_half_of_the_experts(self) -> None:
         """Attention and its projections are copies, and experts are divided over 8 ranks instead of 4."""
         (model,) = stage(PLAIN, pcp=2).models
-        assert 0.5 < model.predict_step_ms([decode(8)]) / true_ms(decode(8)) < 1
+        assert 0.5 < model.predict_step_ms([decode(8)]) / compute_true_ms(decode(8)) < 1
 
     def test_pcp_reduces_ttft(self, tmp_path: Path) -> None:
         first = [replay(tmp_path, msgspec.structs.replace(PLAIN, pcp=pcp)).serve.ttft_ms.p50 for pcp in (2, 1)]
@@ -173,7 +173,7 @@ class TestDcpOverPcpRanks:
         calls.
         """
         shared = StagedTimes(
-            step_times(path=get_engine_path(PLAIN)), msgspec.structs.replace(POINT, dcp=2, pcp=2, exchange="ag_rs")
+            make_step_times(path=get_engine_path(PLAIN)), msgspec.structs.replace(POINT, dcp=2, pcp=2, exchange="ag_rs")
         )
         step = Step(0, [ReplicaStep(decodes=[None] * 8, positions=[3999] * 8)])  # type: ignore[list-item]
         assert shared._make_parts(step, 1) == [decode(8, 2000)]
@@ -181,7 +181,7 @@ class TestDcpOverPcpRanks:
 
     def test_dcp_over_pcp_replay_has_the_kv_of_all_ranks(self, tmp_path: Path) -> None:
         point = msgspec.structs.replace(POINT, dcp=8, pcp=2)
-        times = step_times(path=get_engine_path(POINT))
+        times = make_step_times(path=get_engine_path(POINT))
         write_step_times(tmp_path / "times.json", times)
         plan = plan_engine([point], Settings(), SHAPES[point.model], times.make_probe())
         found = replay_from_file(point, plan, tmp_path / "times.json", Settings(), tmp_path)
@@ -192,7 +192,7 @@ class TestDcpOverPcpRanks:
 
 class TestRefusals:
     def test_stages_of_another_engine_are_refused(self) -> None:
-        times = msgspec.structs.replace(step_times(path=get_engine_path(POINT)), engine=object())
+        times = msgspec.structs.replace(make_step_times(path=get_engine_path(POINT)), engine=object())
         with pytest.raises(
             UsageError, match="of another engine; name a file of dcpbench's engine, or leave --stages out"
         ):
@@ -211,7 +211,7 @@ class TestRefusals:
     )
     def test_refused_stages_name_what_to_measure(self, degrees: dict[str, int], message: str, tmp_path: Path) -> None:
         """The steps of tp4·dcp4 are given."""
-        times, file = step_times(path=get_engine_path(POINT)), tmp_path / "times.json"
+        times, file = make_step_times(path=get_engine_path(POINT)), tmp_path / "times.json"
         write_step_times(file, times)
         with pytest.raises((UsageError, LayoutError)) as caught:
             check_runnable(

@@ -13,28 +13,28 @@ from dcpbench.serving.step_cases import CHECK, LATE, CaseMaker, CaseSteps, Exten
 from dcpbench.serving.step_model import compute_step_works
 from dcpbench.serving.step_times import HOT, Case, Chunks, Decodes
 from tests.unit import serve_record_builder
-from tests.unit.serving_builder import config
+from tests.unit.serving_builder import make_config
 
-CONFIG = config(pages=33, page_size=2, dcp=2, max_requests=6, chunk=16, max_context=40)
+CONFIG = make_config(pages=33, page_size=2, dcp=2, max_requests=6, chunk=16, max_context=40)
 EXTENT = Extent(requests=6, context=40, pages=32, virtual_page=4, chunk=16)
 VOCAB = 50
 
 
-def steps(case: Case, **changes: object) -> CaseSteps:
-    return CaseMaker(config(pages=33, max_requests=6, chunk=16, max_context=40, **changes), VOCAB).make_steps(case)
+def list_steps(case: Case, **changes: object) -> CaseSteps:
+    return CaseMaker(make_config(pages=33, max_requests=6, chunk=16, max_context=40, **changes), VOCAB).make_steps(case)
 
 
 @pytest.mark.parametrize("case", make_cases(EXTENT), ids=str)
 def test_step_has_the_work_of_its_case(case: Case) -> None:
     """Both the first step and its repetitions have the work that predictions assume."""
-    made = steps(case)
+    made = list_steps(case)
     assert compute_step_works(made.first) == compute_step_works(made.again) == [case.compute_work()]
 
 
 @pytest.mark.parametrize("case", make_cases(EXTENT), ids=str)
 def test_requests_have_separate_slots_and_locations(case: Case) -> None:
     """Slot 0 and page 0, with locations 0 to 3, are padding; every token that a request reads or writes has a location."""
-    (todo,) = steps(case).first.replicas
+    (todo,) = list_steps(case).first.replicas
     assert [write.slot for write in todo.table] == list(range(1, case.requests + 1))
     locs = np.concatenate([write.locs for write in todo.table])
     assert len(set(locs.tolist())) == len(locs)
@@ -48,7 +48,7 @@ def test_requests_that_exceed_the_pool_share_pages() -> None:
     """The pool has 32 pages of 4 tokens, and six requests take ten pages each. No request has a page twice, and none is
     padding.
     """
-    (todo,) = steps(Case(decodes=(Decodes(6, 40),))).first.replicas
+    (todo,) = list_steps(Case(decodes=(Decodes(6, 40),))).first.replicas
     pages = [set((write.locs // 4).tolist()) for write in todo.table]
     assert [len(own) for own in pages] == [10] * 6
     assert set.union(*pages) == set(range(1, 33))
@@ -56,25 +56,25 @@ def test_requests_that_exceed_the_pool_share_pages() -> None:
 
 def test_chunks_begin_at_a_page_and_sample() -> None:
     """Two chunks of 5 tokens after 8 are [8, 13), in slots 1 and 2."""
-    (todo,) = steps(Case(chunks=(Chunks(2, 5, 8),))).again.replicas
+    (todo,) = list_steps(Case(chunks=(Chunks(2, 5, 8),))).again.replicas
     assert [(c.slot, c.start, c.stop, c.samples) for c in todo.chunks] == [(1, 8, 13, True), (2, 8, 13, True)]
 
 
 def test_repeated_step_has_the_same_positions() -> None:
     """A case can therefore be repeated for any number of tokens."""
-    made = steps(Case(decodes=(Decodes(2, 40),)))
+    made = list_steps(Case(decodes=(Decodes(2, 40),)))
     assert made.first.replicas[0].positions == made.again.replicas[0].positions == [39, 39]
     assert not made.again.replicas[0].table
 
 
 def test_all_replicas_have_the_same_work() -> None:
-    made = steps(Case(decodes=(Decodes(2, 40),)), replicas=3)
+    made = list_steps(Case(decodes=(Decodes(2, 40),)), replicas=3)
     assert len(made.again.replicas) == 3
     assert len({id(replica) for replica in made.again.replicas}) == 1
 
 
 def test_no_request_finishes() -> None:
-    made = steps(Case(decodes=(Decodes(2, 40),), chunks=(Chunks(1, 4, 0),)))
+    made = list_steps(Case(decodes=(Decodes(2, 40),), chunks=(Chunks(1, 4, 0),)))
     assert not made.first.finished
     assert not any(s.is_finished for s in made.first.replicas[0].sampled_sequences)
 
@@ -174,7 +174,7 @@ def test_extent_covers_the_largest_of_all_points() -> None:
     """Two replicas share 5, 16 and 9 requests and a chunk; a page of 16 tokens on each of two ranks is 32 tokens."""
     loads = [("100", 512, 400), ("uniform:50-100", 2048, 900), ("300", 1024, 700)]
     points = [
-        serve_record_builder.point(
+        serve_record_builder.make_point(
             Layout(8, 2, 2), requests, {"input_tokens": prompts, "chunk": chunk}, context=context, page_size=16
         )
         for requests, (prompts, chunk, context) in zip((5, 16, 9), loads, strict=True)
@@ -207,8 +207,8 @@ def test_extent_covers_the_largest_of_all_points() -> None:
 )
 def test_extent_is_shared_if_any_load_shares_prefixes(changed: dict[str, object], shared: bool) -> None:
     """Requests with a common prefix, of a file, and of sessions share prefixes; one such load is enough."""
-    one = serve_record_builder.point(changed={"prefix_cache": True} | changed)
-    plain = serve_record_builder.point(changed={"prefix_cache": True})
+    one = serve_record_builder.make_point(changed={"prefix_cache": True} | changed)
+    plain = serve_record_builder.make_point(changed={"prefix_cache": True})
     assert [Extent.from_points(points, pages=9, max_context=440).shared for points in ([one], [plain, one])] == [
         shared
     ] * 2
@@ -223,7 +223,7 @@ def test_extent_is_open_loop_if_any_load_has_arrival_times(
 ) -> None:
     """The clients of a closed loop are target sizes; an open loop may have any number of requests."""
     points = [
-        serve_record_builder.point(
+        serve_record_builder.make_point(
             concurrency=4, changed={"arrival": a, "request_rate": 1.0 if a != "closed" else None}
         )
         for a in arrivals

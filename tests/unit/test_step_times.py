@@ -27,9 +27,9 @@ from dcpbench.serving.step_times import (
     read_step_times,
     write_step_times,
 )
-from tests.unit.step_times_builder import EXTENT, PATH, step_times, true_ms
+from tests.unit.step_times_builder import EXTENT, PATH, compute_true_ms, make_step_times
 
-TIMES = step_times()
+TIMES = make_step_times()
 
 
 def make_replica(positions: list[int], chunks: list[tuple[int, int]] = []) -> ReplicaStep:  # noqa: B006 - the default is never changed
@@ -71,7 +71,7 @@ class TestGrid:
         """The times are those of DeepSeek-V3 on four GPUs, for cases with one step to settle and two or three to
         measure.
         """
-        times = [true_ms(case.compute_work()) for case in make_cases(EXTENT)]
+        times = [compute_true_ms(case.compute_work()) for case in make_cases(EXTENT)]
         assert sum(t * (3 if t > 150 else 4) for t in times) < 40_000
 
     @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ class TestGrid:
         cases = make_cases(extent)
         assert cases
         assert all(extent.supports_case(case) for case in cases)
-        assert step_times(extent).model.predict_step_ms([ReplicaBatch.from_requests(1, 3, [])]) == pytest.approx(
-            true_ms(ReplicaBatch.from_requests(1, 3, []))
+        assert make_step_times(extent).model.predict_step_ms([ReplicaBatch.from_requests(1, 3, [])]) == pytest.approx(
+            compute_true_ms(ReplicaBatch.from_requests(1, 3, []))
         )
 
     def test_long_prompts_are_measured_to_their_end(self) -> None:
@@ -143,7 +143,7 @@ class TestPrediction:
     def test_prediction_is_exact_for_measured_cases_with_random_times(self) -> None:
         """Every case that is used for interpolation is predicted with its own median."""
         rng = np.random.default_rng(0)
-        times = step_times(truth=lambda batch: true_ms(batch) * rng.uniform(0.9, 1.1))
+        times = make_step_times(truth=lambda batch: compute_true_ms(batch) * rng.uniform(0.9, 1.1))
         for m in times.select_cases(LINE):
             assert times.model.predict_step_ms([m.case.compute_work()]) == pytest.approx(m.median_ms)
 
@@ -156,7 +156,7 @@ class TestPrediction:
         if not positions and not chunks:
             positions = [500]
         batch = ReplicaBatch.from_requests(len(positions), sum(positions) + len(positions), chunks)
-        assert predict_ms(make_replica(positions, chunks)) == pytest.approx(true_ms(batch))
+        assert predict_ms(make_replica(positions, chunks)) == pytest.approx(compute_true_ms(batch))
 
     def test_check_cases_do_not_change_predictions(self) -> None:
         wrong = [MeasuredCase(case=m.case, samples_ms=[1e6]) if m.case.use == CHECK else m for m in TIMES.cases]
@@ -176,14 +176,14 @@ class TestPrediction:
         lines = msgspec.structs.replace(TIMES, cases=TIMES.select_cases(LINE))
         step = make_replica([], [(256, 1024)] * 4)
         assert lines.predict_duration_ms(Step(0, [step])) == pytest.approx(
-            true_ms(ReplicaBatch.from_requests(0, 0, [(256, 1024)] * 4))
+            compute_true_ms(ReplicaBatch.from_requests(0, 0, [(256, 1024)] * 4))
         )
 
     def test_decode_with_a_chunk_on_another_replica_adds_the_time_of_its_kv_reads(self) -> None:
         """A replica with one slot never has both. The 4,000 KV tokens take 0.1 µs each, in addition to rows that cost
         as much as those of a chunk.
         """
-        single = step_times(dataclasses.replace(EXTENT, requests=1, targets=(1,)))
+        single = make_step_times(dataclasses.replace(EXTENT, requests=1, targets=(1,)))
         step = Step(0, [make_replica([], [(1, 0)]), make_replica([3999])])
         assert single.predict_duration_ms(step) == pytest.approx(60 + 16 * 0.045 + 0.4, abs=0.01)
 
@@ -198,7 +198,7 @@ class TestPrediction:
     def test_all_replicas_run_the_rows_of_the_largest(self) -> None:
         """A replica with one request of 5,000 tokens runs eight rows, if another has eight requests of 300."""
         assert predict_ms(make_replica([4999]), make_replica([299] * 8)) == pytest.approx(
-            true_ms(ReplicaBatch(8, 5000, 0, 0.0, 0))
+            compute_true_ms(ReplicaBatch(8, 5000, 0, 0.0, 0))
         )
 
     def test_replica_without_chunks_runs_the_rows_of_the_one_with_chunks(self) -> None:
@@ -456,14 +456,14 @@ def test_decode_rows_add_a_constant_time_outside_measured_chunk_sizes() -> None:
 def make_emulated_times(prompts: tuple[Prompts, ...]) -> StepTimes:
     """Return the step times of an emulated rank, with factors of a machine's file for steps with prompts."""
     emulated = Emulated(machine="H200", calls=3, comm_us=1.0, comm_low_us=1.0, comm_high_us=1.0, prompts=prompts)
-    return msgspec.structs.replace(step_times(EXTENT), emulated=emulated)
+    return msgspec.structs.replace(make_step_times(EXTENT), emulated=emulated)
 
 
 def test_steps_with_prompts_are_scaled_by_the_factors_of_the_machine() -> None:
     """The factor is 1.02 at 2,048 tokens and 1.04 at 4,096, so that it is 1.03 in the middle; decode-only steps and
     samples are unchanged.
     """
-    plain, longer = step_times(EXTENT), make_emulated_times((Prompts(2048, 1.02), Prompts(4096, 1.04)))
+    plain, longer = make_step_times(EXTENT), make_emulated_times((Prompts(2048, 1.02), Prompts(4096, 1.04)))
     for tokens, times in ((1024, 1.02), (3072, 1.03), (4096, 1.04), (8192, 1.04)):
         batch = ReplicaBatch.from_requests(0, 0, [(tokens, 0)])
         assert longer.model.predict_step_ms([batch]) == pytest.approx(

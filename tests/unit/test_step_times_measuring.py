@@ -52,17 +52,17 @@ class TestKernelChanges:
         """The thresholds are 128 rows; 256 tokens, 6,144 assignments of 8 per token, and 57 per row of 256 experts less
         one.
         """
-        assert sorted(list_kernel_changes(sharding(scaled=True))) == [128, 256, 768, 1823]
+        assert sorted(list_kernel_changes(make_sharding(scaled=True))) == [128, 256, 768, 1823]
 
     def test_bf16_expert_kernels_change_at_these_rows(self) -> None:
         """The thresholds are 256 tokens, 4,096 assignments, and 57, 113 and 192 per row of 256 experts less one."""
-        assert list_kernel_changes(sharding()) == [256, 512, 1823, 3615, 6143]
+        assert list_kernel_changes(make_sharding()) == [256, 512, 1823, 3615, 6143]
 
     def test_expert_thresholds_are_divided_by_replicas_unlike_linear_ones(self) -> None:
         """The thresholds are 256 and 768 of 4 replicas; 64 experts of a rank have more rows each, so that 455 tokens
         are no change.
         """
-        assert list_kernel_changes(sharding(Layout(4, 4), scaled=True)) == [64, 192, 128]
+        assert list_kernel_changes(make_sharding(Layout(4, 4), scaled=True)) == [64, 192, 128]
 
     @pytest.mark.parametrize("weights", ["bf16", "fp8", "int4"])
     @pytest.mark.parametrize("local", [32, 256])
@@ -83,7 +83,7 @@ class TestKernelChanges:
         assert moe.list_kernel_changes(local, 8, weights) == jumps
 
 
-def sharding(layout: Layout | None = None, *, scaled: bool = False) -> Sharding:
+def make_sharding(layout: Layout | None = None, *, scaled: bool = False) -> Sharding:
     return Sharding(
         shape=SHAPES["deepseek-v3"],
         layout=layout or Layout(1),

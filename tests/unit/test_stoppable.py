@@ -30,7 +30,7 @@ def test_interrupt_message_has_the_report_command_if_there_are_records(
     assert "dcpbench report" not in stop(tmp_path, capsys)
     (tmp_path / "records.jsonl").touch()
     assert "dcpbench report" not in stop(tmp_path, capsys)
-    record_builder.write(tmp_path, [record_builder.ok(record_builder.point())])
+    record_builder.write_records(tmp_path, [record_builder.make_ok_record(record_builder.make_point())])
     message = stop(tmp_path, capsys)
     assert f"To go on, repeat the command with: -o {tmp_path} --resume\n" in message
     assert f"For a report of what was measured: dcpbench report {tmp_path}\n" in message

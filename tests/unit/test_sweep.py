@@ -142,8 +142,8 @@ def test_ep_over_some_of_the_ranks_is_refused() -> None:
 
 def test_report_finds_the_added_baseline_of_every_dcp_point(tmp_path: Path) -> None:
     """A point and its baseline share all columns of the report's key except interleave."""
-    found = [record_builder.ok(c.point, median_ms=10) for c in expand(dp="1,2", dcp="2", concurrency=8)]
-    table = load_frames([record_builder.write(tmp_path / "r", found)]).points
+    found = [record_builder.make_ok_record(c.point, median_ms=10) for c in expand(dp="1,2", dcp="2", concurrency=8)]
+    table = load_frames([record_builder.write_records(tmp_path / "r", found)]).points
     keys = {dcp: {tuple(row) for row in table[table["dcp"] == dcp][BASELINE_OF].to_numpy()} for dcp in (1, 2)}
     assert len(keys[2]) == 2
     assert keys[2] <= keys[1]
@@ -653,7 +653,7 @@ def test_engine_is_shared_by_points_with_the_same_weights_pools_and_groups(
     changed: dict[str, object], engine: bool, path: bool
 ) -> None:
     """Points with the same kernels and collectives share a path; loads and repeats are part of neither."""
-    first = record_builder.point(Layout(4, dcp=2), exchange="ag_rs", backend="triton")
+    first = record_builder.make_point(Layout(4, dcp=2), exchange="ag_rs", backend="triton")
     other = msgspec.structs.replace(first, **changed)
     assert (budget.is_same_engine(first, other), budget.is_same_path(first, other)) == (engine, path)
 

@@ -10,7 +10,7 @@ import pytest
 from dcpbench.syncs.gating.gate import Gate, compute_verdict
 from dcpbench.syncs.scan import read_traces, scan_traces
 from dcpbench.syncs.traces.allowed_regions import REASON, find_regions
-from tests.unit.trace_builder import Trace, exit_code, select_counted
+from tests.unit.trace_builder import Trace, compute_exit_code, select_counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,7 +115,7 @@ def test_trace_with_waits_in_regions_only_is_clean(tmp_path: Path) -> None:
     trace.events = [event for event in trace.events if event["ts"] < 810]
     report = trace.scan(tmp_path)
     assert count_by_reason(report) == {REASON: 3}
-    assert exit_code(report, tmp_path) == 0
+    assert compute_exit_code(report, tmp_path) == 0
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_trace_with_waits_in_regions_only_is_clean(tmp_path: Path) -> None:
 def test_region_of_another_function_or_without_an_end_allows_nothing(trace: Trace, tmp_path: Path) -> None:
     report = trace.scan(tmp_path)
     assert count_by_reason(report) == {"": 4}
-    assert exit_code(report, tmp_path) == 1
+    assert compute_exit_code(report, tmp_path) == 1
 
 
 def test_region_without_stacks_allows_nothing(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from dcpbench import cli
 from dcpbench.errors import TraceError
 from dcpbench.syncs.scan import scan_traces
 from dcpbench.syncs.traces import reading
-from tests.unit.trace_builder import Trace, exit_code, scan_data
+from tests.unit.trace_builder import Trace, compute_exit_code, scan_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -157,7 +157,7 @@ class TestCutShort:
             assert cut > TEXT.rindex(b"]")
             assert {s.fingerprint for s in report.sites} == TRUE_SITES
         else:
-            assert exit_code(report, folder) in {1, 3}
+            assert compute_exit_code(report, folder) in {1, 3}
 
     @pytest.mark.parametrize("at", range(4))
     def test_file_cut_between_two_events_keeps_all_events_before(self, at: int, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ class TestCutShort:
             return
         assert not report.traces[0].coverage.complete
         assert has_only_true_waits(report)
-        assert exit_code(report, folder) in {1, 3}
+        assert compute_exit_code(report, folder) in {1, 3}
 
     @settings(max_examples=60)
     @given(at=st.integers(10, len(PACKED) - 1), byte=st.integers(1, 255))
@@ -195,7 +195,7 @@ class TestCutShort:
         except TraceError:
             return
         assert not report.traces[0].coverage.complete
-        assert exit_code(report, folder) in {1, 3}
+        assert compute_exit_code(report, folder) in {1, 3}
 
 
 class TestNoTrace:
@@ -277,7 +277,7 @@ class TestNoTrace:
         trace.events = [e for e in trace.events if e["cat"] != lost]
         trace.op("aten::add", 0, 10)
         report = trace.scan(tmp_path)
-        assert exit_code(report, tmp_path) == 3
+        assert compute_exit_code(report, tmp_path) == 3
 
     def test_empty_first_event_is_ignored(self, tmp_path: Path) -> None:
         """RPD, a profiler for ROCm, begins its files with one; in another place an event was lost."""
@@ -288,7 +288,7 @@ class TestNoTrace:
             trace.events = events
             report = trace.scan(tmp_path)
             assert report.traces[0].coverage.complete is complete
-            assert exit_code(report, tmp_path) == (0 if complete else 3)
+            assert compute_exit_code(report, tmp_path) == (0 if complete else 3)
 
     def test_folder_as_a_trace_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(TraceError, match="is no file"):
@@ -327,7 +327,7 @@ class TestBombs:
             report = scan_data(tmp_path, text)
         except TraceError:
             return
-        assert exit_code(report, tmp_path) == 3
+        assert compute_exit_code(report, tmp_path) == 3
 
     def test_events_that_expand_too_much_are_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The limit is 16 MiB here, as 256 MiB take a while."""

@@ -18,7 +18,7 @@ from dcpbench.syncs.traces.blocking import find_blocking_calls
 from dcpbench.syncs.traces.bubbles import compute_bubbles, compute_busy_and_idle
 from dcpbench.syncs.traces.columns import read_columns
 from dcpbench.syncs.traces.reading import Args, Event, ReadProblems
-from tests.unit.syncs_simulation import Run, Step, run, traced
+from tests.unit.syncs_simulation import Run, Step, make_trace, run_program
 from tests.unit.trace_builder import HOST, PINNED, Trace, get_only_site, select_counted
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ def read_trace_columns(trace: Trace) -> Columns:
 
 def compute_bubble_of_steps(program: Sequence[Step], done: Run) -> dict[int, float]:
     """Return the bubble of each step that waits."""
-    columns = read_trace_columns(traced(program, done))
+    columns = read_trace_columns(make_trace(program, done))
     blocking = find_blocking_calls(columns)
     assert len(blocking) == len(done.waits)
     order = np.argsort(blocking.start, kind="stable")
@@ -330,9 +330,9 @@ class TestBubbleIsAnUpperBound:
     @given(program=draw_programs(1))
     def test_removing_a_call_on_one_stream_saves_at_most_its_bubble(self, program: list[Step]) -> None:
         """The bubble limits both the idle time and the time of the whole program."""
-        done = run(program)
+        done = run_program(program)
         for step, bubble in compute_bubble_of_steps(program, done).items():
-            without = run(program, without={step})
+            without = run_program(program, without={step})
             assert done.idle - without.idle <= bubble
             assert done.length - without.length <= bubble
 
@@ -353,17 +353,17 @@ class TestBubbleIsAnUpperBound:
 
         Work of the other stream moves by less, so that less idle time follows the later wait, too.
         """
-        done = run(program)
+        done = run_program(program)
         bubbles = compute_bubble_of_steps(program, done)
         for step in bubbles:
             later = sum(bubble for other, bubble in bubbles.items() if other >= step)
-            assert done.idle - run(program, without={step}).idle <= later
+            assert done.idle - run_program(program, without={step}).idle <= later
 
     @settings(max_examples=400)
     @given(program=draw_programs(3))
     def test_bubble_does_not_exceed_the_call_or_the_idle_time(self, program: list[Step]) -> None:
         """This includes calls that begin while the GPU is idle and nothing is queued."""
-        done = run(program)
+        done = run_program(program)
         for step, bubble in compute_bubble_of_steps(program, done).items():
             start, end = done.waits[step]
             assert 0 <= bubble <= min(end - start, done.idle)
@@ -371,7 +371,7 @@ class TestBubbleIsAnUpperBound:
     def test_simulated_program_has_calls_with_busy_and_idle_gpu(self) -> None:
         """During the first wait the GPU has work left; at the second one it is idle and nothing is queued."""
         program = [Step("launch", 50, 1), Step("stream", 0, 1), Step("work", 90), Step("device"), Step("launch", 9, 1)]
-        done = run(program)
+        done = run_program(program)
         assert done.dry == {1: False, 3: True}
         assert done.waits == {1: (2, 57), 3: (147, 149)}
         assert compute_bubble_of_steps(program, done) == {1: 55, 3: 2}

@@ -70,7 +70,7 @@ def iter_located() -> Iterator[Located]:
                 frame.replace(f"({old}): {site.function}", f"({begin}): {site.function}") for frame in site.stack
             ]
             site.line, site.file = begin, str(inspect.getsourcefile(program.run))
-            add_call_lines(build.report(site), [])
+            add_call_lines(build.make_report(site), [])
             # A dry run may give a wait another kind than the trace: the copy of a histogram is a read there.
             true = by_rule.get(site.rule) or {line for lines in by_rule.values() for line in lines}
             yield Located(site.function, true, [line.line for line in site.call_lines])
@@ -93,7 +93,7 @@ def locate(
     text = f"def {name}(t, m, x, y):\n" + "".join(f"    {line}\n" for line in body.splitlines())
     path = Path("engine.py")
     stack = [f"{path}(1): {name}", *([below] if below else [])]
-    site = build.site(
+    site = build.make_site(
         function=name, file=str(path), line=1, stack=stack, op_chain=ops.split(), call=call, direction=direction
     )
     source = SourceText(text.splitlines(), ast.parse(text))
@@ -238,7 +238,7 @@ def test_missing_source_folder_is_an_error(tmp_path: Path) -> None:
 
 def test_all_candidate_lines_are_named(tmp_path: Path) -> None:
     write_source(tmp_path)
-    site: Site = build.site(
+    site: Site = build.make_site(
         function="twice",
         file="engine/sampler.py",
         line=10,
@@ -246,15 +246,15 @@ def test_all_candidate_lines_are_named(tmp_path: Path) -> None:
         op_chain=ITEM.split(),
     )
     site.call_lines = []
-    add_call_lines(build.report(site), [tmp_path])
+    add_call_lines(build.make_report(site), [tmp_path])
     assert [line.line for line in site.call_lines] == [11]
     assert site.line == 10
 
 
 def test_lines_from_a_detector_are_kept(tmp_path: Path) -> None:
     write_source(tmp_path)
-    site = build.site(function="sample", file="engine/sampler.py", line=6, line_is="call")
-    assert add_call_lines(build.report(site), [tmp_path]) == []
+    site = build.make_site(function="sample", file="engine/sampler.py", line=6, line_is="call")
+    assert add_call_lines(build.make_report(site), [tmp_path]) == []
     assert site.call_lines == []
 
 
@@ -268,6 +268,6 @@ def test_file_outside_of_the_folders_is_read_at_its_own_path(tmp_path: Path) -> 
 def test_form_feeds_do_not_shift_the_text_of_lines(tmp_path: Path) -> None:
     """Only line feeds end a line of Python; a form feed or a line separator within one does not."""
     (tmp_path / "m.py").write_text('\f\ndef sample(x):\n    """A\u2028B."""\n    \f\n    return x.item()\n')
-    site = build.site(function="sample", file="m.py", line=2, line_is="function", stack=[])
-    add_call_lines(build.report(site), [tmp_path])
+    site = build.make_site(function="sample", file="m.py", line=2, line_is="function", stack=[])
+    add_call_lines(build.make_report(site), [tmp_path])
     assert [(line.line, line.text) for line in site.call_lines] == [(5, "return x.item()")]

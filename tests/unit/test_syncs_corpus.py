@@ -15,7 +15,7 @@ from dcpbench.syncs.scan import scan_traces
 from tools.syncs import checks
 from tools.syncs.corpus.debug_mode import emulate_debug_mode
 from tools.syncs.corpus.inputs import make_inputs
-from tools.syncs.corpus.measure import _run_debug_mode, attribute, read_trace_findings
+from tools.syncs.corpus.measure import _run_debug_mode, attribute_reports, read_trace_findings
 from tools.syncs.corpus.programs import PROGRAMS
 from tools.syncs.corpus.score import (
     CorpusRun,
@@ -337,7 +337,7 @@ class TestVllmCheck:
     def test_reported_copy_is_a_hazard_only_if_the_program_expects_no_wait(self) -> None:
         """vLLM reports a copy that waits and one that may wait in the same words."""
         small, large = BY_NAME["h2d_pageable_nonblocking"], BY_NAME["h2d_pageable_nonblocking_large"]
-        found = [attribute(Reports(copies=1), p) for p in (small, large)]
+        found = [attribute_reports(Reports(copies=1), p) for p in (small, large)]
         assert [(len(s.syncs), len(s.hazards)) for s in found] == [(0, 1), (1, 0)]
 
 

@@ -167,11 +167,11 @@ def test_reports_in_json_are_compared_like_their_traces(tmp_path: Path) -> None:
 )
 def test_bad_input_is_explained(words: list[str], message: str, tmp_path: Path) -> None:
     a = write(tmp_path, "a.json", SAMPLE)
-    dry = build.report(build.site(), traces=[build.trace(detector="dry-run")])
-    older = build.report(build.site())
+    dry = build.make_report(build.make_site(), traces=[build.make_trace(detector="dry-run")])
+    older = build.make_report(build.make_site())
     older.schema_version = 0
     contents = {"dry": encode_json(dry), "broken": '{"schema_version": 1, "sites": 7}', "older": encode_json(older)}
-    contents["report"] = encode_json(build.report(build.site()))
+    contents["report"] = encode_json(build.make_report(build.make_site()))
     for name, content in contents.items():
         (tmp_path / f"{name}.json").write_text(content)
     names = {name: tmp_path / f"{name}.json" for name in (*contents, "missing")}
@@ -220,12 +220,12 @@ def test_warm_up_sites_are_left_out(tmp_path: Path) -> None:
 
 
 def compare(old: list[Any], new: list[Any], **thresholds: float) -> Any:
-    return compare_reports(build.report(*old), build.report(*new), Thresholds(**thresholds))
+    return compare_reports(build.make_report(*old), build.make_report(*new), Thresholds(**thresholds))
 
 
 def test_functions_with_the_same_name_are_matched_by_the_ends_of_their_paths() -> None:
-    old = [build.site("a", file="src/llama/attention.py"), build.site("b", file="src/qwen/attention.py")]
-    new = [build.site("c", file="lib/qwen/attention.py"), build.site("d", file="lib/llama/attention.py")]
+    old = [build.make_site("a", file="src/llama/attention.py"), build.make_site("b", file="src/qwen/attention.py")]
+    new = [build.make_site("c", file="lib/qwen/attention.py"), build.make_site("d", file="lib/llama/attention.py")]
     changes = compare(old, new).changes
     assert {(c.old.file, c.new.file) for c in changes} == {
         ("src/llama/attention.py", "lib/llama/attention.py"),
@@ -235,8 +235,8 @@ def test_functions_with_the_same_name_are_matched_by_the_ends_of_their_paths() -
 
 
 def test_third_function_with_the_same_name_is_new() -> None:
-    new = [build.site("c", file="lib/kv.py"), build.site("d", file="lib/other.py")]
-    changes = compare([build.site("a", file="engine/kv.py")], new).changes
+    new = [build.make_site("c", file="lib/kv.py"), build.make_site("d", file="lib/other.py")]
+    changes = compare([build.make_site("a", file="engine/kv.py")], new).changes
     assert [(c.kind, c.latest.file) for c in changes] == [
         (ChangeKind.NEW, "lib/other.py"),
         (ChangeKind.SAME, "lib/kv.py"),
@@ -245,8 +245,10 @@ def test_third_function_with_the_same_name_is_new() -> None:
 
 def test_times_are_means_over_steps() -> None:
     """The times 300 µs in 10 steps and 600 µs in 20 are equal; counts per step do not depend on the length either."""
-    longer = build.report(build.site(count=20, bubble_us=600.0, wait_us=840.0), traces=[build.trace(steps=20)])
-    (change,) = compare_reports(build.report(build.site()), longer, Thresholds()).changes
+    longer = build.make_report(
+        build.make_site(count=20, bubble_us=600.0, wait_us=840.0), traces=[build.make_trace(steps=20)]
+    )
+    (change,) = compare_reports(build.make_report(build.make_site()), longer, Thresholds()).changes
     assert change.kind is ChangeKind.SAME
     assert change.old is not None
     assert change.old.bubble_us == 30.0
@@ -266,34 +268,34 @@ def test_both_thresholds_must_be_exceeded(
     bubble_us: float, share: float, microseconds: float, kind: ChangeKind
 ) -> None:
     (change,) = compare(
-        [build.site()], [build.site(bubble_us=bubble_us)], share=share, microseconds=microseconds
+        [build.make_site()], [build.make_site(bubble_us=bubble_us)], share=share, microseconds=microseconds
     ).changes
     assert change.kind is kind
 
 
 def test_bubble_takes_precedence_over_the_wait() -> None:
     """A longer wait during which the GPU has work costs nothing."""
-    (change,) = compare([build.site()], [build.site(wait_us=9_000.0)]).changes
+    (change,) = compare([build.make_site()], [build.make_site(wait_us=9_000.0)]).changes
     assert change.kind is ChangeKind.SAME
     without = {"bubble_us": None}
-    (change,) = compare([build.site(**without)], [build.site(wait_us=9_000.0, **without)]).changes
+    (change,) = compare([build.make_site(**without)], [build.make_site(wait_us=9_000.0, **without)]).changes
     assert (change.kind, change.reason) == (ChangeKind.WORSE, Reason.WAIT)
 
 
 def test_phases_are_compared_separately() -> None:
     """More waits in decode steps are worse even if prefill steps have fewer."""
-    old = build.site(count_per_step=2.0, count_per_phase={"decode": 1.0, "prefill": 2.0})
-    new = build.site(count_per_step=2.0, count_per_phase={"decode": 2.0, "prefill": 1.0})
+    old = build.make_site(count_per_step=2.0, count_per_phase={"decode": 1.0, "prefill": 2.0})
+    new = build.make_site(count_per_step=2.0, count_per_phase={"decode": 2.0, "prefill": 1.0})
     (change,) = compare([old], [new]).changes
     assert (change.kind, change.reason) == (ChangeKind.WORSE, Reason.COUNT)
 
 
 def test_phase_that_only_the_new_side_has_is_compared_with_the_worst_old_one() -> None:
     """A mixed step that waits five times is worse than all steps before; one that waits twice is as a prefill step."""
-    old = build.site(count_per_step=2.0, count_per_phase={"decode": 1.0, "prefill": 2.0})
+    old = build.make_site(count_per_step=2.0, count_per_phase={"decode": 1.0, "prefill": 2.0})
     for mixed, kind in ((2.0, ChangeKind.SAME), (5.0, ChangeKind.WORSE)):
         phases = {"decode": 1.0, "mixed": mixed, "prefill": 2.0}
-        (change,) = compare([old], [build.site(count_per_step=mixed, count_per_phase=phases)]).changes
+        (change,) = compare([old], [build.make_site(count_per_step=mixed, count_per_phase=phases)]).changes
         assert change.kind is kind
 
 
@@ -301,7 +303,8 @@ def test_markdown_of_many_sites_fits_in_a_comment() -> None:
     """Long paths with underscores, each of which Markdown needs five characters for, in files with other names."""
     folder = "python/sglang/srt/managers/scheduler_components/batch_result_processor_mixin"
     sides = [
-        [build.site(f"{side}{n}", function=f"f_{n}", file=f"{folder}_{side}.py") for n in range(300)] for side in "ab"
+        [build.make_site(f"{side}{n}", function=f"f_{n}", file=f"{folder}_{side}.py") for n in range(300)]
+        for side in "ab"
     ]
     changes = compare(sides[0], [msgspec.structs.replace(site, count_per_step=2.0) for site in sides[1]])
     text = render_markdown(changes)

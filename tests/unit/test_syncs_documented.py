@@ -11,7 +11,7 @@ import pytest
 from tools.results import unpack
 from tools.syncs.operators.cases import list_groups, make_cases
 from tools.syncs.operators.compare import Measurement, read_measurement
-from tools.syncs.operators.documentation import UNMEASURED, find_named
+from tools.syncs.operators.documentation import UNMEASURED, find_documented_names
 from tools.syncs.operators.documented import DOCSTRING, SGLANG, VLLM, list_documented
 from tools.syncs.operators.measure import RANGE, count_events
 from tools.syncs.operators.predict import predict
@@ -42,7 +42,7 @@ DIFFERENT = {  # calls for which a dry run predicts what was not measured
 
 
 def test_documented_synchronising_functions_are_measured_or_have_a_reason() -> None:
-    named = set(find_named())
+    named = set(find_documented_names())
     assert {"torch.nonzero", "torch.linalg.inv", "torch.cuda.Event.synchronize"} <= named
     assert named - {case.api for case in list_documented().values()} - set(UNMEASURED) == set()
 

@@ -21,7 +21,7 @@ def run() -> Iterator[DryRun]:
         yield seen
 
 
-def rules(run: DryRun) -> list[str]:
+def list_rules(run: DryRun) -> list[str]:
     """Return the rules of the waits so far, in order, without calls that only may block."""
     return [sync.rule for sync in run.syncs if not sync.may_block]
 
@@ -32,7 +32,7 @@ class TestCorpus:
         inputs = make_inputs(torch.device("cuda", 0))
         run.syncs.clear()
         program.run(inputs)
-        assert sorted(rules(run)) == sorted(rule.id for rule in program.expected)
+        assert sorted(list_rules(run)) == sorted(rule.id for rule in program.expected)
         hazards = sorted(sync.rule for sync in run.syncs if sync.may_block)
         assert hazards == sorted(rule.id for rule in program.hazards)
 
@@ -53,7 +53,7 @@ class TestCorpus:
         run.syncs.clear()
         text = str(ints)
         assert text == "tensor([0, 1, 2], device='cuda:0')"
-        assert Counter(rules(run)) == {"SYNC001": 3, "SYNC003": 1}
+        assert Counter(list_rules(run)) == {"SYNC001": 3, "SYNC003": 1}
 
 
 class TestDescription:
@@ -91,7 +91,7 @@ class TestDescription:
         x = torch.ones(4, device="cuda", requires_grad=True)
         y = x[x > 0].sum()
         y.backward()
-        assert rules(run) == ["SYNC002", "SYNC002"]
+        assert list_rules(run) == ["SYNC002", "SYNC002"]
         assert [s.line - run.syncs[0].line for s in run.syncs if s.line and run.syncs[0].line] == [0, 1]
 
     def test_copy_has_its_bytes_and_kind_of_memory(self, run: DryRun) -> None:
@@ -191,7 +191,7 @@ class TestHostTensors:
             int(lens_cpu[0])
             int(lens[0])
             lens.to("cuda")
-        assert rules(run) == ["SYNC001"]
+        assert list_rules(run) == ["SYNC001"]
 
 
 class TestLimits:

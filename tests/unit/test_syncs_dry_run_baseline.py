@@ -64,7 +64,7 @@ class Start:
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
     """Start programs with processes that begin at once."""
-    monkeypatch.setattr(run, "run_process", forks.start)
+    monkeypatch.setattr(run, "run_process", forks.run_command)
     return Start(tmp_path)
 
 

@@ -81,7 +81,7 @@ subprocess.run({command}, check=True)
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin programs at once."""
-    monkeypatch.setattr(run, "run_process", forks.start)
+    monkeypatch.setattr(run, "run_process", forks.run_command)
 
 
 def test_python_process_without_the_environment_is_named_with_exit_code_3(tmp_path: Path) -> None:

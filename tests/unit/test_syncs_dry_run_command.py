@@ -124,7 +124,7 @@ class TestCommand:
     @pytest.fixture
     def forked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Start the process of the program at once."""
-        monkeypatch.setattr(run, "run_process", forks.start)
+        monkeypatch.setattr(run, "run_process", forks.run_command)
 
     def test_wait_is_a_finding_on_its_line(self, program: Path, tmp_path: Path) -> None:
         out = tmp_path / "report.json"

@@ -58,14 +58,14 @@ def run() -> Iterator[DryRun]:
         yield seen
 
 
-def waits(run: DryRun, call: Callable[[], object]) -> dict[str, int]:
+def count_waits(run: DryRun, call: Callable[[], object]) -> dict[str, int]:
     """Return how often the call waits, by rule."""
     run.syncs.clear()
     call()
     return dict(Counter(sync.rule for sync in run.syncs if not sync.may_block))
 
 
-def matrices(*shape: int) -> torch.Tensor:
+def make_matrices(*shape: int) -> torch.Tensor:
     """Return symmetric positive definite matrices on the virtual GPU if the shape is square, else random ones."""
     torch.manual_seed(0)
     made = torch.randn(shape)
@@ -95,70 +95,70 @@ class TestMatrices:
         ],
     )
     def test_waits_for_one_matrix_of_five_rows(self, run: DryRun, name: str, expected: dict[str, int]) -> None:
-        matrix = matrices(5, 5)
-        assert waits(run, lambda: getattr(torch.linalg, name)(matrix)) == expected
+        matrix = make_matrices(5, 5)
+        assert count_waits(run, lambda: getattr(torch.linalg, name)(matrix)) == expected
 
     @pytest.mark.parametrize("name", ["svd", "eigh", "pinv", "ldl_factor_ex", "matrix_exp"])
     def test_empty_matrix_does_not_wait(self, run: DryRun, name: str) -> None:
         matrix = torch.ones(0, 0, device="cuda")
-        assert waits(run, lambda: getattr(torch.linalg, name)(matrix)) == {}
+        assert count_waits(run, lambda: getattr(torch.linalg, name)(matrix)) == {}
 
     def test_eig_and_lstsq_also_read_flags_of_an_empty_matrix(self, run: DryRun) -> None:
         matrix = torch.ones(0, 0, device="cuda")
-        assert waits(run, lambda: torch.linalg.eig(matrix)) == {READ: 3}
-        assert waits(run, lambda: torch.linalg.lstsq(matrix, matrix)) == {READ: 1}
+        assert count_waits(run, lambda: torch.linalg.eig(matrix)) == {READ: 3}
+        assert count_waits(run, lambda: torch.linalg.lstsq(matrix, matrix)) == {READ: 1}
 
     def test_batched_matrices_use_other_library_functions(self, run: DryRun) -> None:
         """Batched `eigh` copies nothing to the host, `ldl_solve` copies once for each matrix, and batched solves wait
         inside.
         """
-        two = matrices(2, 5, 5)
+        two = make_matrices(2, 5, 5)
         factor, pivots, _ = torch.linalg.ldl_factor_ex(two)
         lower = torch.linalg.cholesky_ex(two).L
-        assert waits(run, lambda: torch.linalg.eigh(two)) == {READ: 1}
-        assert waits(run, lambda: torch.linalg.ldl_factor_ex(two)) == {TO_HOST: 11}
-        assert waits(run, lambda: torch.linalg.ldl_solve(factor, pivots, two)) == {TO_HOST: 2}
-        assert waits(run, lambda: torch.cholesky_inverse(lower)) == {STREAM: 1}
-        assert waits(run, lambda: torch.cholesky_inverse(lower[0])) == {}
-        assert waits(run, lambda: torch.cholesky_solve(lower[0], lower)) == {STREAM: 1}
-        assert waits(run, lambda: torch.cholesky_solve(lower[0], lower[0])) == {}
+        assert count_waits(run, lambda: torch.linalg.eigh(two)) == {READ: 1}
+        assert count_waits(run, lambda: torch.linalg.ldl_factor_ex(two)) == {TO_HOST: 11}
+        assert count_waits(run, lambda: torch.linalg.ldl_solve(factor, pivots, two)) == {TO_HOST: 2}
+        assert count_waits(run, lambda: torch.cholesky_inverse(lower)) == {STREAM: 1}
+        assert count_waits(run, lambda: torch.cholesky_inverse(lower[0])) == {}
+        assert count_waits(run, lambda: torch.cholesky_solve(lower[0], lower)) == {STREAM: 1}
+        assert count_waits(run, lambda: torch.cholesky_solve(lower[0], lower[0])) == {}
 
     @pytest.mark.parametrize("name", ["cholesky_ex", "inv_ex", "lu_factor_ex", "ldl_factor_ex", "solve_ex"])
     def test_check_errors_reads_a_flag(self, run: DryRun, name: str) -> None:
         """The docs of torch state: "this function synchronizes only when check_errors = True"."""
-        matrix, function = matrices(5, 5), getattr(torch.linalg, name)
+        matrix, function = make_matrices(5, 5), getattr(torch.linalg, name)
         given = (matrix, matrix) if name == "solve_ex" else (matrix,)
-        unchecked = waits(run, lambda: function(*given))
-        checked = waits(run, lambda: function(*given, check_errors=True))
+        unchecked = count_waits(run, lambda: function(*given))
+        checked = count_waits(run, lambda: function(*given, check_errors=True))
         assert checked == {**unchecked, READ: 1}
 
     def test_lu_waits_only_for_non_square_matrices(self, run: DryRun) -> None:
-        square, wide = matrices(3, 5, 5), matrices(5, 3)
-        assert waits(run, lambda: torch.linalg.lu_factor_ex(wide)) == {STREAM: 1}
-        assert waits(run, lambda: torch.linalg.lu(wide)) == {STREAM: 2}
-        assert waits(run, lambda: torch.linalg.lu_factor_ex(square)) == {}
-        assert waits(run, lambda: torch.linalg.lu(square)) == {}
+        square, wide = make_matrices(3, 5, 5), make_matrices(5, 3)
+        assert count_waits(run, lambda: torch.linalg.lu_factor_ex(wide)) == {STREAM: 1}
+        assert count_waits(run, lambda: torch.linalg.lu(wide)) == {STREAM: 2}
+        assert count_waits(run, lambda: torch.linalg.lu_factor_ex(square)) == {}
+        assert count_waits(run, lambda: torch.linalg.lu(square)) == {}
 
 
 class TestBackward:
     def test_prod_waits_once_except_for_a_single_number(self, run: DryRun) -> None:
         x = torch.ones(4, 3, device="cuda", requires_grad=True)
         one = torch.ones((), device="cuda", requires_grad=True)
-        assert waits(run, lambda: x.prod().backward()) == {COUNT: 1}
-        assert waits(run, lambda: x.prod(1).sum().backward()) == {READ: 1}
-        assert waits(run, lambda: one.prod().backward()) == {}
+        assert count_waits(run, lambda: x.prod().backward()) == {COUNT: 1}
+        assert count_waits(run, lambda: x.prod(1).sum().backward()) == {READ: 1}
+        assert count_waits(run, lambda: one.prod().backward()) == {}
 
     def test_cumprod_waits_three_times_with_a_zero(self, run: DryRun) -> None:
         x = torch.ones(4, device="cuda", requires_grad=True)
         mask = torch.tensor([1.0, 0.0, 1.0, 1.0], device="cpu").to("cuda")
-        assert waits(run, lambda: x.cumprod(0).sum().backward()) == {READ: 1}
-        assert waits(run, lambda: (x * mask).cumprod(0).sum().backward()) == {READ: 1, COUNT: 2}
+        assert count_waits(run, lambda: x.cumprod(0).sum().backward()) == {READ: 1}
+        assert count_waits(run, lambda: (x * mask).cumprod(0).sum().backward()) == {READ: 1, COUNT: 2}
 
     def test_masked_fill_waits_only_for_the_gradient_of_its_value(self, run: DryRun) -> None:
         x, mask = torch.ones(4, device="cuda", requires_grad=True), torch.ones(4, dtype=torch.bool, device="cuda")
         for grad, expected in ((True, {COUNT: 1}), (False, {})):
             y = x.masked_fill(mask, torch.ones((), device="cuda", requires_grad=grad)).sum()
-            assert waits(run, y.backward) == expected
+            assert count_waits(run, y.backward) == expected
 
     def test_hooks_of_saved_tensors_run_once(self, run: DryRun) -> None:
         """The prediction reads no saved tensor: a checkpoint would compute it twice."""
@@ -171,7 +171,7 @@ class TestBackward:
 
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack_saved):
             y = x.prod()
-        assert waits(run, y.backward) == {COUNT: 1}
+        assert count_waits(run, y.backward) == {COUNT: 1}
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack_saved):
             y = x.exp()
         count = unpacked
@@ -184,29 +184,29 @@ class TestBackward:
             torch.tensor([True, False, True, True], device="cpu"),
         )
         y = x[mask].sum()
-        assert waits(run, y.backward) == {FROM_HOST: 1}
+        assert count_waits(run, y.backward) == {FROM_HOST: 1}
 
 
 class TestOtherOperators:
     def test_mode_waits_for_long_slices(self, run: DryRun) -> None:
         for size, expected in ((2048, {}), (2049, {COUNT: 1})):
             x = torch.ones(size, device="cuda")
-            assert waits(run, x.mode) == expected
+            assert count_waits(run, x.mode) == expected
 
     def test_segment_reduce_checks_lengths_unless_unsafe(self, run: DryRun) -> None:
         x, lengths = torch.ones(4, device="cuda"), torch.full((2,), 2, device="cuda")
-        assert waits(run, lambda: torch.segment_reduce(x, "sum", lengths=lengths)) == {READ: 2}
-        assert waits(run, lambda: torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True)) == {}
+        assert count_waits(run, lambda: torch.segment_reduce(x, "sum", lengths=lengths)) == {READ: 2}
+        assert count_waits(run, lambda: torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True)) == {}
 
     def test_index_fill_reads_a_value_on_the_gpu_and_never_its_index(self, run: DryRun) -> None:
         x, index = torch.ones(4, device="cuda"), torch.zeros(1, dtype=torch.long, device="cuda")
         value = torch.ones((), device="cuda")
-        assert waits(run, lambda: x.index_fill(0, index, 2.0)) == {}
-        assert waits(run, lambda: x.index_fill(0, index, value)) == {READ: 1}
+        assert count_waits(run, lambda: x.index_fill(0, index, 2.0)) == {}
+        assert count_waits(run, lambda: x.index_fill(0, index, value)) == {READ: 1}
 
     def test_record_stream_does_not_wait(self, run: DryRun) -> None:
         x = torch.ones(4, device="cuda")
-        assert waits(run, lambda: x.record_stream(torch.cuda.Stream())) == {}
+        assert count_waits(run, lambda: x.record_stream(torch.cuda.Stream())) == {}
 
     def test_ctc_loss_copies_lengths_in_both_directions(self, run: DryRun) -> None:
         """Measured are four copies to the host and three from it, and three from it in the backward pass."""
@@ -218,8 +218,8 @@ class TestOtherOperators:
         def forward() -> None:
             losses.append(torch.nn.functional.ctc_loss(logits.log_softmax(2), targets, *lengths, reduction="sum"))
 
-        assert waits(run, forward) == {TO_HOST: 4, FROM_HOST: 3}
-        assert waits(run, losses[0].backward) == {FROM_HOST: 3}
+        assert count_waits(run, forward) == {TO_HOST: 4, FROM_HOST: 3}
+        assert count_waits(run, losses[0].backward) == {FROM_HOST: 3}
 
     @pytest.mark.usefixtures("run")
     def test_hermitian_fft_has_a_gradient(self) -> None:
@@ -238,7 +238,7 @@ class TestOtherOperators:
         try:
             model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4).to("cuda"))
             loss = model(torch.ones(2, 4, device="cuda")).sum()
-            assert waits(run, loss.backward) == {}
+            assert count_waits(run, loss.backward) == {}
         finally:
             torch.distributed.destroy_process_group()
 

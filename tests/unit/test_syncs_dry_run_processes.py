@@ -56,7 +56,7 @@ long = pytest.mark.long
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin programs at once."""
-    monkeypatch.setattr(run, "run_process", forks.start)
+    monkeypatch.setattr(run, "run_process", forks.run_command)
 
 
 def engine(*, method: str = "fork", planted: str = PLANTED, end: str = STOP, code: int = 0) -> str:

@@ -26,7 +26,7 @@ def run() -> Iterator[DryRun]:
         yield seen
 
 
-def rules(run: DryRun) -> list[str]:
+def list_rules(run: DryRun) -> list[str]:
     """Return the rules of the waits so far, in order, without calls that only may block."""
     return [sync.rule for sync in run.syncs if not sync.may_block]
 
@@ -50,7 +50,7 @@ class TestModules:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 steps.step()
                 steps.zero_grad()
-        assert rules(run) == []
+        assert list_rules(run) == []
         assert all(isinstance(p, nn.Parameter) and p.is_cuda for p in layers.parameters())
         for mine, theirs in zip(layers.parameters(), host.parameters(), strict=True):
             torch.testing.assert_close(mine.detach().cpu(), theirs.detach())
@@ -64,7 +64,7 @@ class TestModules:
         functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
         assert q.grad is not None
         assert q.grad.is_cuda
-        assert rules(run) == []
+        assert list_rules(run) == []
 
     @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
     def test_recurrent_layers_equal_the_host(self, run: DryRun, kind: type[nn.RNNBase]) -> None:
@@ -80,7 +80,7 @@ class TestModules:
         run.syncs.clear()
         out = device(x)[0]
         out.sum().backward()
-        assert rules(run) == []
+        assert list_rules(run) == []
         torch.testing.assert_close(out.detach().cpu(), expected.detach())
         for parameter, grad in zip(device.parameters(), grads, strict=True):
             assert parameter.grad is not None
@@ -90,7 +90,7 @@ class TestModules:
         module = nn.Linear(2, 2)
         weight = module.weight
         module.cuda().half().cpu()
-        assert rules(run) == ["SYNC004", "SYNC004", "SYNC003", "SYNC003"]
+        assert list_rules(run) == ["SYNC004", "SYNC004", "SYNC003", "SYNC003"]
         assert module.weight is weight
         assert type(weight) is nn.Parameter
 
@@ -110,7 +110,7 @@ class TestModules:
         assert parameter.dtype == torch.half
         parameter.data = parameter.data.cpu()
         assert not parameter.is_cuda
-        assert rules(run) == ["SYNC004", "SYNC003"]
+        assert list_rules(run) == ["SYNC004", "SYNC003"]
 
     def test_gradient_scaling_reads_one_flag_per_step(self, run: DryRun) -> None:
         model, scaler = nn.Linear(3, 3, device="cuda"), torch.amp.GradScaler("cuda")
@@ -121,7 +121,7 @@ class TestModules:
         scaler.scale(y.float().sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-        assert rules(run) == ["SYNC001"]
+        assert list_rules(run) == ["SYNC001"]
 
 
 class TestTensors:
@@ -130,7 +130,7 @@ class TestTensors:
         x[1:3].view(2, 2, 3).transpose(0, 1).add_(1)
         assert x.t_().shape == (6, 4)
         assert x.unsqueeze_(0).shape == (1, 6, 4)
-        assert rules(run) == []
+        assert list_rules(run) == []
         assert x.sum().item() == 12
         assert x.resize_(8, 8).shape == (8, 8)
         out = torch.empty(0, device="cuda")
@@ -152,10 +152,10 @@ class TestTensors:
         x[x < 1] = 2.0
         x[0:2] = 1.0
         torch.where(x > 1, x, 0.0)
-        assert rules(run) == []
+        assert list_rules(run) == []
         x[index] = 5.0
         x[torch.tensor([1, 2])]
-        assert rules(run) == ["SYNC004", "SYNC004"]
+        assert list_rules(run) == ["SYNC004", "SYNC004"]
 
     def test_numpy_and_mixed_devices_fail_as_on_a_gpu(self, run: DryRun) -> None:
         x = torch.ones(3, device="cuda")
@@ -172,12 +172,12 @@ class TestTensors:
     def test_formatting_reads_the_value(self, run: DryRun) -> None:
         x = torch.full((), 3, device="cuda")
         assert f"{x} {x:d}" == "3 3"
-        assert rules(run) == ["SYNC001", "SYNC001"]
+        assert list_rules(run) == ["SYNC001", "SYNC001"]
 
     def test_lists_of_device_values_are_read_one_by_one(self, run: DryRun) -> None:
         x = torch.arange(3, device="cuda")
         assert torch.tensor([x[0], x[1]]).tolist() == [0, 1]
-        assert rules(run) == ["SYNC001", "SYNC001"]
+        assert list_rules(run) == ["SYNC001", "SYNC001"]
 
     def test_inference_mode_has_the_same_waits(self, run: DryRun) -> None:
         """Composed operators are not decomposed in inference mode, and views of ordinary tensors stay ordinary."""
@@ -188,17 +188,17 @@ class TestTensors:
             x[0].mul_(2)
             assert not x.t().is_inference()
             functional.one_hot(torch.ones(2, dtype=torch.long, device="cuda"), 3)
-            assert rules(run) == []
+            assert list_rules(run) == []
             bool((x > 0).all())
             torch.ones(2).cuda()
             y.to("cpu")
-        assert rules(run) == ["SYNC001", "SYNC004", "SYNC003"]
+        assert list_rules(run) == ["SYNC001", "SYNC004", "SYNC003"]
 
     def test_pickles_go_through_the_host(self, run: DryRun) -> None:
         x = torch.ones(3, device="cuda")
         again = pickle.loads(pickle.dumps(x))  # noqa: S301 - our own bytes
         assert again.is_cuda
-        assert rules(run) == ["SYNC003", "SYNC004"]
+        assert list_rules(run) == ["SYNC003", "SYNC004"]
 
     def test_checkpoints_load_on_their_map_location(self, run: DryRun) -> None:
         file = io.BytesIO()
@@ -211,7 +211,7 @@ class TestTensors:
         host.seek(0)
         run.syncs.clear()
         assert isinstance(torch.load(host, map_location="cuda:0"), DeviceTensor)
-        assert rules(run) == ["SYNC004"]
+        assert list_rules(run) == ["SYNC004"]
 
 
 @torch.library.custom_op("dcpbench_test::add_sum", mutates_args=())
@@ -249,14 +249,14 @@ class TestPrograms:
         run.syncs.clear()
         x.fill_(4)
         graph.replay()
-        assert rules(run) == []
+        assert list_rules(run) == []
         assert z.tolist() == [10, 10, 10]
 
     def test_waits_in_thread_pools_are_found(self, run: DryRun) -> None:
         with ThreadPoolExecutor(2) as pool:
             sums = list(pool.map(lambda i: torch.full((2,), i, device="cuda").sum().item(), range(4)))
         assert sums == [0, 2, 4, 6]
-        assert rules(run) == ["SYNC001"] * 4
+        assert list_rules(run) == ["SYNC001"] * 4
 
     def test_pinning_data_loader_has_copies_without_waits(self, run: DryRun) -> None:
         data = TensorDataset(torch.ones(4, 2))
@@ -270,12 +270,12 @@ class TestPrograms:
         q = torch.randn(1, 2, 16, 16, device="cuda")
         mine = flex_attention(q, q, q)
         torch.testing.assert_close(mine, functional.scaled_dot_product_attention(q, q, q))
-        assert rules(run) == ["SYNC004", "SYNC001"]
+        assert list_rules(run) == ["SYNC004", "SYNC001"]
 
     def test_legacy_type_names_move_a_tensor(self, run: DryRun) -> None:
         moved = torch.ones(3).type("torch.cuda.HalfTensor")
         assert (moved.is_cuda, moved.dtype) == (True, torch.half)
-        assert rules(run) == ["SYNC004"]
+        assert list_rules(run) == ["SYNC004"]
 
     def test_compiled_functions_run_eagerly(self, run: DryRun) -> None:
         @torch.compile(dynamic=True)
@@ -283,7 +283,7 @@ class TestPrograms:
             return x.sum().item()
 
         assert total(torch.ones(3, device="cuda")) == 3
-        assert rules(run) == ["SYNC001"]
+        assert list_rules(run) == ["SYNC001"]
 
     def test_generators_and_default_devices_are_on_the_virtual_gpu(self, run: DryRun) -> None:
         generator = torch.Generator(device="cuda").manual_seed(1)
@@ -303,7 +303,7 @@ class TestPrograms:
         run.syncs.clear()
         assert counts.dtype == torch.int32
         assert counts.tolist() == [1, 2]
-        assert rules(run) == ["SYNC003"]
+        assert list_rules(run) == ["SYNC003"]
 
 
 @pytest.mark.usefixtures("run")

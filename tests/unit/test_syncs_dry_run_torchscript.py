@@ -19,7 +19,7 @@ def run() -> Iterator[DryRun]:
         yield seen
 
 
-def rules(run: DryRun) -> list[str]:
+def list_rules(run: DryRun) -> list[str]:
     """Return the rules of the waits so far, and forget the waits."""
     found = [sync.rule for sync in run.syncs]
     run.syncs.clear()
@@ -80,23 +80,23 @@ class TestSaved:
         compiled = compile_module(on_gpu(module), x)
         run.syncs.clear()
         file = save(compiled)
-        assert "SYNC003" in rules(run)
+        assert "SYNC003" in list_rules(run)
         loaded = torch.jit.load(file, map_location="cuda")
-        assert "SYNC004" in rules(run)
+        assert "SYNC004" in list_rules(run)
         for _ in range(3):  # the first runs optimise the graph, which compares constants
             run.syncs.clear()
             result = loaded(x)
-        assert rules(run) == []
+        assert list_rules(run) == []
         assert result.is_cuda
         torch.testing.assert_close(result.detach().cpu(), expected)
 
     @pytest.mark.parametrize(("where", "is_cuda"), [("cuda:0", True), (None, True), ("cpu", False)])
     def test_module_is_loaded_on_the_requested_device(self, run: DryRun, where: str | None, *, is_cuda: bool) -> None:
         file = save(torch.jit.script(nn.Linear(4, 3).cuda()))
-        assert rules(run) == ["SYNC004", "SYNC004", "SYNC003", "SYNC003"]
+        assert list_rules(run) == ["SYNC004", "SYNC004", "SYNC003", "SYNC003"]
         loaded = torch.jit.load(file, map_location=where)
         assert [p.is_cuda for p in loaded.parameters()] == [is_cuda, is_cuda]
-        assert rules(run) == ["SYNC004", "SYNC004"] * is_cuda
+        assert list_rules(run) == ["SYNC004", "SYNC004"] * is_cuda
 
     def test_waits_of_saving_and_loading_have_lines_of_the_program(self, run: DryRun) -> None:
         module = torch.jit.script(nn.Linear(4, 3).cuda())
@@ -143,4 +143,4 @@ def test_wait_inside_a_scripted_function_is_reported(run: DryRun) -> None:
         return x * 2 if bool((x > 0).any()) else x
 
     assert double_positive(torch.ones(2, device="cuda")).is_cuda
-    assert rules(run) == ["SYNC001"]
+    assert list_rules(run) == ["SYNC001"]

@@ -48,10 +48,10 @@ def render(report: Report, form: str, **changes: Any) -> str:
 
 def make_empty_report() -> Report:
     """Return a report without sites and traces."""
-    return build.report(traces=[])
+    return build.make_report(traces=[])
 
 
-REPORTS = (build.all_kinds, build.make_hostile_report, make_empty_report)
+REPORTS = (build.make_report_of_all_kinds, build.make_hostile_report, make_empty_report)
 
 
 class TestEveryFormat:
@@ -69,8 +69,8 @@ class TestEveryFormat:
         one line.
         """
         names = dict.fromkeys(("function", "file", "op", "range", "direction", "call", "kind"), name)
-        trace = build.trace(name, notes=[f"note {name}"])
-        report = add_verdict(build.report(build.site(**names, line=line), traces=[trace]))
+        trace = build.make_trace(name, notes=[f"note {name}"])
+        report = add_verdict(build.make_report(build.make_site(**names, line=line), traces=[trace]))
         shown = {form: render(report, form) for form in FORMATS}
         assert not any(CONTROL_CHARACTERS.search(text) for text in shown.values())
         assert ET.fromstring(shown["junit"]).tag == "testsuites"  # noqa: S314 -- our own
@@ -86,7 +86,7 @@ class TestEveryFormat:
 
     def test_unknown_format_error_lists_the_known_formats(self) -> None:
         with pytest.raises(UsageError, match="table, json, sarif, junit, github, markdown"):
-            render(build.report(), "html")
+            render(build.make_report(), "html")
 
 
 class TestWords:
@@ -96,24 +96,24 @@ class TestWords:
 
     def test_dotted_names_of_a_function_begin_at_every_folder(self) -> None:
         """The start of a package is not known, so that `engine.kv.f` must match and so must `python.engine.kv.f`."""
-        assert site_text.list_dotted_names(build.site(function="f")) == [
+        assert site_text.list_dotted_names(build.make_site(function="f")) == [
             "python.engine.kv.f",
             "engine.kv.f",
             "kv.f",
             "f",
         ]
-        assert site_text.list_dotted_names(build.site(function="f", file="/a/pkg/__init__.py")) == [
+        assert site_text.list_dotted_names(build.make_site(function="f", file="/a/pkg/__init__.py")) == [
             "a.pkg.f",
             "pkg.f",
             "f",
         ]
-        assert site_text.list_dotted_names(build.site(function="f", file="")) == ["f"]
-        assert site_text.list_dotted_names(build.site(function="")) == []
+        assert site_text.list_dotted_names(build.make_site(function="f", file="")) == ["f"]
+        assert site_text.list_dotted_names(build.make_site(function="")) == []
 
 
 class TestTable:
     def test_table_shows_place_operator_count_and_cost(self) -> None:
-        text = render(add_verdict(build.all_kinds()), "table")
+        text = render(add_verdict(build.make_report_of_all_kinds()), "table")
         for part in (
             "check_all",
             "python/engine/kv.py:12",
@@ -136,8 +136,10 @@ class TestTable:
             assert part in text
 
     def test_calls_of_one_line_are_told_apart_by_the_operator_that_the_program_called(self) -> None:
-        made = (build.site(name, op_chain=[f"my::{name}", "aten::nonzero"], op="aten::nonzero") for name in ("x", "y"))
-        report = add_verdict(build.report(*made))
+        made = (
+            build.make_site(name, op_chain=[f"my::{name}", "aten::nonzero"], op="aten::nonzero") for name in ("x", "y")
+        )
+        report = add_verdict(build.make_report(*made))
         place = "in check_all (python/engine/kv.py:12)"
         assert [finding.message.partition(",")[0] for finding in report.verdict.findings] == [
             f"scalar-read: aten::nonzero by my::{name} {place}" for name in ("x", "y")
@@ -147,37 +149,39 @@ class TestTable:
 
     def test_sites_without_times_have_no_cost(self) -> None:
         """A dry run knows no times."""
-        site = build.site(wait_us=None, wait_median_us=None, bubble_us=None)
-        report = add_verdict(build.report(site, traces=[build.trace(detector="dry-run")]))
+        site = build.make_site(wait_us=None, wait_median_us=None, bubble_us=None)
+        report = add_verdict(build.make_report(site, traces=[build.make_trace(detector="dry-run")]))
         assert "Total: 10 synchronisations at 1 site.\n" in render(report, "table", width=60)
         assert "**10 synchronisations** at **1 site**\n" in render(report, "markdown")
         assert not any("wait –" in render(report, form, width=60) for form in ("table", "markdown"))
 
     def test_table_concludes_no_synchronisation_for_clean_reports_only(self) -> None:
         """A trace without GPU events shows no wait, which proves nothing."""
-        lines = render(add_verdict(build.report(traces=[build.trace(gpu_events=0)])), "table").splitlines()
+        lines = render(add_verdict(build.make_report(traces=[build.make_trace(gpu_events=0)])), "table").splitlines()
         assert lines[-1] == ("This cannot be answered: exit code 3. No synchronisation was seen in what was recorded.")
         assert not [line for line in lines[:-1] if "No synchronisation" in line]
 
     def test_table_names_the_ranges_that_are_steps(self) -> None:
-        trace = build.trace(steps=44, steps_from="execute_new_N_cached_M", steps_share=0.987)
+        trace = build.make_trace(steps=44, steps_from="execute_new_N_cached_M", steps_share=0.987)
         trace.coverage.steps_by_phase = {"decode": 40, "prefill": 4}
         trace.rank, trace.world_size = 1, 8
-        text = " ".join(render(add_verdict(build.report(traces=[trace])), "table").split())
+        text = " ".join(render(add_verdict(build.make_report(traces=[trace])), "table").split())
         assert (
             "rank 1 of 8, 44 steps (ranges 'execute_new_N_cached_M'; 40 decode, 4 prefill; 99% of the work), 100 GPU events"
             in text
         )
 
     def test_table_and_markdown_mark_guessed_steps(self) -> None:
-        trace = build.trace(steps_from="stage ", steps_guessed=True, steps_share=0.6)
+        trace = build.make_trace(steps_from="stage ", steps_guessed=True, steps_share=0.6)
         for form in ("table", "markdown"):
-            text = " ".join(render(add_verdict(build.report(traces=[trace])), form).split())
+            text = " ".join(render(add_verdict(build.make_report(traces=[trace])), form).split())
             assert "10 steps (ranges 'stage ', a guess by their numbers; 60% of the work)" in text
 
     def test_table_and_markdown_show_the_count_per_step_of_each_phase(self) -> None:
-        site = build.site(count_per_step=2.0, count_per_phase={"prefill": 2.0, "decode": 0.5, "mixed": 0.0}, outside=3)
-        report = add_verdict(build.report(site))
+        site = build.make_site(
+            count_per_step=2.0, count_per_phase={"prefill": 2.0, "decode": 0.5, "mixed": 0.0}, outside=3
+        )
+        report = add_verdict(build.make_report(site))
         assert "2 per prefill step, 0.5 per decode step, 10 in all, 3 of them in no step" in " ".join(
             render(report, "table").split()
         )
@@ -185,13 +189,13 @@ class TestTable:
 
     def test_table_begins_with_the_worst_site(self) -> None:
         """The bubbles are 9 ms, 300 µs and 50 µs, in any order in the report."""
-        report = add_verdict(build.all_kinds())
+        report = add_verdict(build.make_report_of_all_kinds())
         report.sites.reverse()
         text = render(report, "table")
         assert text.index(" load ") < text.index(" check_all ") < text.index(" sample ")
 
     def test_table_explains_each_rule_that_occurs_once(self) -> None:
-        text = " ".join(render(add_verdict(build.all_kinds()), "table").split())
+        text = " ".join(render(add_verdict(build.make_report_of_all_kinds()), "table").split())
         for rule in RULES:
             times = 1 if rule.id in {"SYNC001", "SYNC003", "SYNC005"} else 0
             assert text.count(rule.why) == text.count(rule.fix) == times
@@ -204,14 +208,14 @@ class TestTable:
 
     @pytest.mark.parametrize("width", [60, 140])
     def test_table_keeps_all_numbers_in_a_narrow_terminal(self, width: int) -> None:
-        text = render(add_verdict(build.all_kinds()), "table", width=width)
+        text = render(add_verdict(build.make_report_of_all_kinds()), "table", width=width)
         for part in ("9 ms", "300 µs", "50 µs", "python/engine/kv.py:40", " copy_"):
             assert part in text
 
     def test_table_links_existing_files_on_terminals_only(self, tmp_path: Path) -> None:
         (tmp_path / "python/engine").mkdir(parents=True)
         (tmp_path / "python/engine/kv.py").touch()
-        report = add_verdict(build.report(build.site(), build.site("g", file="python/gone.py")))
+        report = add_verdict(build.make_report(build.make_site(), build.make_site("g", file="python/gone.py")))
         link = f"{(tmp_path / 'python/engine/kv.py').as_uri()}#12"
         shown = render_report(report, "table", root=tmp_path, terminal=True)
         assert link in shown
@@ -220,15 +224,15 @@ class TestTable:
         assert "\x1b" not in render_report(report, "table", root=tmp_path)
 
     def test_table_without_sites_shows_the_notes_of_traces(self) -> None:
-        text = render(add_verdict(build.report()), "table")
+        text = render(add_verdict(build.make_report()), "table")
         assert "No synchronisation was seen." in text
         assert build.NOTE in text
         assert "Clean" in text
 
     def test_table_prints_the_same_note_of_several_ranks_once(self) -> None:
         """The text counts the traces that have the note, here two of three."""
-        traces = [build.trace("a.json"), build.trace("b.json"), build.trace("c.json", notes=[])]
-        text = render(add_verdict(build.report(traces=traces)), "table")
+        traces = [build.make_trace("a.json"), build.make_trace("b.json"), build.make_trace("c.json", notes=[])]
+        text = render(add_verdict(build.make_report(traces=traces)), "table")
         assert text.count(build.NOTE) == 1
         assert "(2 of 3 traces)" in text
 
@@ -246,7 +250,7 @@ class TestJson:
         jsonschema.validate(json.loads(render(add_verdict(make()), "json")), published)
 
     def test_schema_refuses_invalid_reports(self) -> None:
-        report = json.loads(render(add_verdict(build.all_kinds()), "json"))
+        report = json.loads(render(add_verdict(build.make_report_of_all_kinds()), "json"))
         for breakage in ({"schema_version": 2}, {"sites": [{}]}, {"verdict": {"status": "fine"}}):
             with pytest.raises(jsonschema.ValidationError):
                 jsonschema.validate({**report, **breakage}, sync_report.build_json_schema())
@@ -273,7 +277,7 @@ class TestSarif:
         assert run["tool"]["driver"]["name"] == "dcpbench syncs"
 
     def test_sarif_levels_suppressions_and_fingerprints_follow_the_verdict(self) -> None:
-        run = self.render_run(add_verdict(build.all_kinds()))
+        run = self.render_run(add_verdict(build.make_report_of_all_kinds()))
         found = {r["partialFingerprints"]["dcpbenchSyncs/v1"]: r for r in run["results"]}
         assert {f: r["level"] for f, r in found.items()} == {
             "f1": "error",
@@ -286,7 +290,7 @@ class TestSarif:
         assert found["f2"]["suppressions"][0]["justification"] == SAMPLE.reason
 
     def test_sarif_results_name_their_rule_by_id_and_index(self) -> None:
-        run = self.render_run(add_verdict(build.all_kinds()))
+        run = self.render_run(add_verdict(build.make_report_of_all_kinds()))
         rules = run["tool"]["driver"]["rules"]
         assert [r["id"] for r in rules] == [r.id for r in RULES]
         assert all(rules[r["ruleIndex"]]["id"] == r["ruleId"] for r in run["results"])
@@ -294,7 +298,11 @@ class TestSarif:
 
     def test_sarif_locations_are_relative_with_a_region_for_known_lines(self) -> None:
         report = add_verdict(
-            build.report(build.site("a"), build.site("b", line=None, file="a b/é.py"), build.site("c", file="/x.py"))
+            build.make_report(
+                build.make_site("a"),
+                build.make_site("b", line=None, file="a b/é.py"),
+                build.make_site("c", file="/x.py"),
+            )
         )
         where = {
             r["partialFingerprints"]["dcpbenchSyncs/v1"]: r["locations"][0]["physicalLocation"]
@@ -307,11 +315,11 @@ class TestSarif:
 
     def test_sarif_location_of_a_site_without_a_file_is_its_trace(self) -> None:
         """Code scanning refuses results without a physical location."""
-        (result,) = self.render_run(add_verdict(build.report(build.site(file="", line=None))))["results"]
+        (result,) = self.render_run(add_verdict(build.make_report(build.make_site(file="", line=None))))["results"]
         assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "rank0.json"
 
     def test_sarif_has_notifications_for_limits_of_the_trace(self) -> None:
-        run = self.render_run(add_verdict(build.report(traces=[build.trace(gpu_events=0)])))
+        run = self.render_run(add_verdict(build.make_report(traces=[build.make_trace(gpu_events=0)])))
         (invocation,) = run["invocations"]
         assert not invocation["executionSuccessful"]
         assert invocation["exitCode"] == 3
@@ -320,7 +328,7 @@ class TestSarif:
         assert notifications["note"] == build.NOTE
 
     def test_sarif_messages_escape_braces_and_brackets_of_names(self) -> None:
-        (result,) = self.render_run(add_verdict(build.report(build.site(function="f{0}[a](b)"))))["results"]
+        (result,) = self.render_run(add_verdict(build.make_report(build.make_site(function="f{0}[a](b)"))))["results"]
         assert r"f{{0}}\[a\](b)" in result["message"]["text"]
 
 
@@ -336,7 +344,7 @@ class TestJunit:
         return root
 
     def test_junit_fails_findings_and_skips_allowed_sites(self) -> None:
-        root = self.parse(add_verdict(build.all_kinds()))
+        root = self.parse(add_verdict(build.make_report_of_all_kinds()))
         cases = list(root.find("testsuite[@name='hidden syncs']"))
         outcome = {c.get("name").split()[-1]: [child.tag for child in c] for c in cases}
         assert outcome == {
@@ -355,13 +363,15 @@ class TestJunit:
 
     def test_junit_error_for_an_incomplete_trace(self) -> None:
         root = self.parse(
-            add_verdict(build.report(traces=[build.trace("good.json"), build.trace("bad.json", complete=False)]))
+            add_verdict(
+                build.make_report(traces=[build.make_trace("good.json"), build.make_trace("bad.json", complete=False)])
+            )
         )
         outcome = {c.get("name"): c.find("error") is not None for c in root.iter("testcase")}
         assert outcome == {"good.json": False, "bad.json": True}
 
     def test_junit_has_a_separate_failure_for_an_exceeded_limit(self) -> None:
-        root = self.parse(add_verdict(build.report(build.site()), max_per_step=0.0))
+        root = self.parse(add_verdict(build.make_report(build.make_site()), max_per_step=0.0))
         assert root.find("testsuite[@name='limits']/testcase/failure") is not None
 
     @pytest.mark.parametrize("make", REPORTS)
@@ -379,32 +389,32 @@ class TestGithub:
         assert [line for line in lines if not self.COMMAND.fullmatch(line)] == []
 
     def test_github_finding_is_an_error_on_its_line_with_the_fix(self) -> None:
-        line, *_ = render(add_verdict(build.all_kinds()), "github").splitlines()
+        line, *_ = render(add_verdict(build.make_report_of_all_kinds()), "github").splitlines()
         assert line.startswith("::error file=python/engine/kv.py,line=12,title=SYNC001 scalar-read::")
         assert "host-side copy" in line
 
     def test_github_escapes_percent_colon_and_comma_of_names(self) -> None:
-        line, *_ = render(add_verdict(build.report(build.site(file="a%b:c,d.py"))), "github").splitlines()
+        line, *_ = render(add_verdict(build.make_report(build.make_site(file="a%b:c,d.py"))), "github").splitlines()
         assert line.startswith("::error file=a%25b%3Ac%2Cd.py,line=12,")
         assert "(a%25b:c,d.py:12)" in line
 
     def test_github_shows_the_ten_worst_sites_of_each_level(self) -> None:
         """The findings with bubbles of 12 to 3 µs are shown, of twelve with 1 to 12 µs."""
-        sites = [build.site(f"s{n}", function=f"fn{n}_", bubble_us=float(n)) for n in range(1, 13)]
+        sites = [build.make_site(f"s{n}", function=f"fn{n}_", bubble_us=float(n)) for n in range(1, 13)]
         lines = [
             line
-            for line in render(add_verdict(build.report(*sites)), "github").splitlines()
+            for line in render(add_verdict(build.make_report(*sites)), "github").splitlines()
             if line.startswith("::error")
         ]
         assert [re.search(r"fn(\d+)_", line)[1] for line in lines] == [str(n) for n in range(12, 2, -1)]
 
     @pytest.mark.parametrize("file", ["", "/opt/torch/functional.py", "<string>"])
     def test_github_annotations_name_files_of_the_repository_only(self, file: str) -> None:
-        line, *_ = render(add_verdict(build.report(build.site(file=file))), "github").splitlines()
+        line, *_ = render(add_verdict(build.make_report(build.make_site(file=file))), "github").splitlines()
         assert line.startswith("::error title=SYNC001 scalar-read::")
 
     def test_github_findings_have_advice_and_allowed_sites_their_reason(self) -> None:
-        report = add_verdict(build.report(build.site(), build.site("c", function="sample")))
+        report = add_verdict(build.make_report(build.make_site(), build.make_site("c", function="sample")))
         lines = render(report, "github").splitlines()
         (error,) = [line for line in lines if line.startswith("::error file=")]
         assert BY_ID["SYNC001"].fix in error
@@ -413,8 +423,10 @@ class TestGithub:
 
     @pytest.mark.parametrize("found", [True, False])
     def test_github_incomplete_trace_is_a_warning_with_findings_and_otherwise_an_error(self, found: bool) -> None:
-        sites = [build.site()] if found else []
-        lines = render(add_verdict(build.report(*sites, traces=[build.trace(runtime_events=0)])), "github").splitlines()
+        sites = [build.make_site()] if found else []
+        lines = render(
+            add_verdict(build.make_report(*sites, traces=[build.make_trace(runtime_events=0)])), "github"
+        ).splitlines()
         commands = [line.partition("::")[2].partition("::")[0] for line in lines]
         assert ("warning title=Not all is known" in commands) == found
         assert ("error title=The trace cannot answer" in commands) != found
@@ -422,8 +434,8 @@ class TestGithub:
     @pytest.mark.parametrize(("count", "left"), [(9, 0), (10, 0), (12, 2)])
     def test_github_counts_sites_without_an_annotation(self, count: int, left: int) -> None:
         """At most ten findings and ten allowed sites are shown."""
-        found = [build.site(f"{name}{n}", function=name) for n in range(count) for name in ("check", "sample")]
-        report = add_verdict(build.report(*found))
+        found = [build.make_site(f"{name}{n}", function=name) for n in range(count) for name in ("check", "sample")]
+        report = add_verdict(build.make_report(*found))
         levels = [line.partition(" ")[0] for line in render(report, "github").splitlines() if "file=" in line]
         assert [levels.count(level) for level in ("::error", "::notice")] == [count - left] * 2
         assert github.count_left_out(report) == 2 * left
@@ -431,22 +443,24 @@ class TestGithub:
     @pytest.mark.parametrize(("count", "left"), [(8, 0), (9, 1), (12, 4)])
     def test_github_exceeded_limits_replace_annotations_of_sites(self, count: int, left: int) -> None:
         """Two of ten annotations are for limits, in addition to new sites."""
-        found = [build.site(f"s{n}") for n in range(count)]
+        found = [build.make_site(f"s{n}") for n in range(count)]
         report = add_verdict(
-            build.report(*found), max_per_step=1.0, max_bubble_us=1.0, baseline=baseline.build_baseline([])
+            build.make_report(*found), max_per_step=1.0, max_bubble_us=1.0, baseline=baseline.build_baseline([])
         )
         errors = [line for line in render(report, "github").splitlines() if line.startswith("::error")]
         assert ["file=" in line for line in errors] == [False] * 2 + [True] * (count - left)
         assert github.count_left_out(report) == left
 
     def test_github_error_for_a_trace_without_runtime_events(self) -> None:
-        line, *_ = render(add_verdict(build.report(traces=[build.trace(runtime_events=0)])), "github").splitlines()
+        line, *_ = render(
+            add_verdict(build.make_report(traces=[build.make_trace(runtime_events=0)])), "github"
+        ).splitlines()
         assert line.startswith("::error title=The trace cannot answer::")
 
 
 class TestMarkdown:
     def test_markdown_table_has_a_complete_row_for_every_site(self) -> None:
-        for make in (build.all_kinds, build.make_hostile_report):
+        for make in (build.make_report_of_all_kinds, build.make_hostile_report):
             report = add_verdict(make())
             rows = [line for line in render(report, "markdown").splitlines() if line.startswith("|")]
             assert len(rows) == len(report.sites) + 2
@@ -461,5 +475,5 @@ class TestMarkdown:
 
     def test_markdown_counts_the_sites_that_a_long_report_leaves_out(self) -> None:
         """A step summary can have at most 1 MiB."""
-        text = render(add_verdict(build.report(*(build.site(f"s{n}") for n in range(600)))), "markdown")
+        text = render(add_verdict(build.make_report(*(build.make_site(f"s{n}") for n in range(600)))), "markdown")
         assert "100 more sites are left out here" in text

@@ -28,7 +28,7 @@ def x() -> torch.Tensor:
     return x
 
 
-def ids(rules: tuple) -> list[str]:
+def list_ids(rules: tuple) -> list[str]:
     return sorted(rule.id for rule in rules if rule.id not in UNSEEN)
 
 
@@ -39,7 +39,7 @@ def test_corpus_program_has_exactly_its_expected_rules(program: Program) -> None
     inputs = make_inputs(device)
     with watch(threads="all") as seen:
         program.run(inputs)
-    assert sorted(sync.rule for sync in seen.syncs) == ids(program.expected)
+    assert sorted(sync.rule for sync in seen.syncs) == list_ids(program.expected)
     assert all(sync.function for sync in seen.syncs)
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dcpbench.errors import TraceError
 from dcpbench.syncs.scan import scan_traces
-from tests.unit.trace_builder import PAGEABLE, TO_GPU, Trace, exit_code, scan_data
+from tests.unit.trace_builder import PAGEABLE, TO_GPU, Trace, compute_exit_code, scan_data
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +65,7 @@ def scan(folder: Path, data: bytes) -> int:
         file.write(data)
         file.truncate()
     try:
-        return exit_code(scan_traces([path], root=folder), folder)
+        return compute_exit_code(scan_traces([path], root=folder), folder)
     except TraceError:
         return 2
 
@@ -138,7 +138,7 @@ def test_events_that_are_written_twice_are_counted_once(kind: str, which: list[i
     trace.events[at:at] = again
     twice = scan_data(folder, encode(trace), "once.json")
     assert (twice.totals, twice.sites) == (once.totals, once.sites)
-    assert exit_code(twice, folder) == 1
+    assert compute_exit_code(twice, folder) == 1
 
 
 CLEAN = encode(Trace().work())

@@ -24,9 +24,9 @@ from dcpbench.syncs import files
 from dcpbench.syncs.kernel_time import measure_steps
 from dcpbench.syncs.nsys import schema
 from dcpbench.syncs.scan import scan_traces
-from tests.unit.nsys_builder import FORMATS, Export, global_tid
+from tests.unit.nsys_builder import FORMATS, Export, make_global_tid
 from tests.unit.program_traces import Program
-from tests.unit.trace_builder import PAGEABLE, PINNED, TO_GPU, Trace, exit_code, get_only_site, select_counted
+from tests.unit.trace_builder import PAGEABLE, PINNED, TO_GPU, Trace, compute_exit_code, get_only_site, select_counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -167,7 +167,7 @@ class TestWhatIsMissing:
     ) -> None:
         events = [e for e in EVENTS if e.get("cat") != "cuda_sync"]
         path = Export().add_trace(events).drop(*missing).write(tmp_path, form)
-        assert exit_code(scan_traces([path], root=tmp_path), tmp_path) == (3 if schema.CALLS in missing else 1)
+        assert compute_exit_code(scan_traces([path], root=tmp_path), tmp_path) == (3 if schema.CALLS in missing else 1)
         assert run_command("scan", path, "--max-per-step", 100) == 3
         assert says in capsys.readouterr().out
 
@@ -179,7 +179,7 @@ class TestWhatIsMissing:
         expected = scan_traces([tmp_path / "trace.json"], root=tmp_path)
         assert report.traces[0].steps is expected.traces[0].steps is None
         assert sum(s.count for s in report.sites) == sum(s.count for s in expected.sites)
-        assert exit_code(report, tmp_path) == exit_code(expected, tmp_path) == 1
+        assert compute_exit_code(report, tmp_path) == compute_exit_code(expected, tmp_path) == 1
         assert any("torch.cuda.nvtx.range" in note for note in report.traces[0].coverage.notes)
 
     @pytest.mark.parametrize("form", FORMATS)
@@ -197,7 +197,7 @@ class TestWhatIsMissing:
         export.strings = {text: number for text, number in export.strings.items() if "Synchronize" not in text}
         report = scan_traces([export.write(tmp_path, form)], root=tmp_path)
         assert report.traces[0].coverage.unreadable_events >= 18
-        assert exit_code(report, tmp_path) != 0
+        assert compute_exit_code(report, tmp_path) != 0
 
     @pytest.mark.parametrize("form", FORMATS)
     def test_unclosed_range_ends_with_the_recording(self, form: str, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ class TestNsysItself:
     def test_each_process_of_an_export_is_a_trace(self, form: str, tmp_path: Path) -> None:
         """Two ranks have calls with the same ids, and another process only queries the number of GPUs."""
         export = Export().add_trace(loop().events, pid=41).add_trace(loop().events, pid=42)
-        name, thread = export.string("cudaGetDeviceCount_v3020"), global_tid(43, 43)
+        name, thread = export.string("cudaGetDeviceCount_v3020"), make_global_tid(43, 43)
         row = {"eventClass": 0, "correlationId": 5, "nameId": name, "returnValue": 0, "globalTid": thread}
         export.add(schema.CALLS, start=10, end=20, **row)
         report = scan_traces([export.write(tmp_path, form)], root=tmp_path, step_range="^step ")
@@ -230,7 +230,7 @@ class TestNsysItself:
         trace.call("cudaStreamSynchronize", 110, 500)
         trace.kernel(510, 520, 530)
         export = Export().add_trace(trace.events)
-        ids = {"deviceId": 0, "streamId": 7, "correlationId": correlation, "globalPid": global_tid(100)}
+        ids = {"deviceId": 0, "streamId": 7, "correlationId": correlation, "globalPid": make_global_tid(100)}
         export.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=106_000, end=495_000, graphId=3, graphExecId=4, **ids)
         site = get_only_site(scan_traces([export.write(tmp_path, form)], root=tmp_path))
         assert (site.waited, site.example.waited_for, site.wait_us) == (1, "CUDA graph", 390.0)
@@ -240,7 +240,7 @@ class TestNsysItself:
         """Many migrations, which have no call, would look like lost calls."""
         export = Export().add_trace(copies().events)
         expected = scan_traces([export.write(tmp_path, form, "plain")], root=tmp_path)
-        ids = {"deviceId": 0, "streamId": 9, "correlationId": 0, "globalPid": global_tid(100)}
+        ids = {"deviceId": 0, "streamId": 9, "correlationId": 0, "globalPid": make_global_tid(100)}
         for n in range(100):
             kinds = {"copyKind": 11, "srcKind": 4, "dstKind": 4, "bytes": 4096}
             export.add(schema.COPIES, start=100_000 + n, end=100_500 + n, **ids, **kinds)
@@ -253,7 +253,7 @@ class TestNsysItself:
         """Complete recordings have the warning, too, so that it is no damage."""
         export = Export().add_trace(loop().events, pid=41).add_trace(loop().events, pid=42)
         text = "Not all CUDA events might have been collected."
-        export.add("DIAGNOSTIC_EVENT", timestamp=1, source=3, severity=2, text=text, globalPid=global_tid(42))
+        export.add("DIAGNOSTIC_EVENT", timestamp=1, source=3, severity=2, text=text, globalPid=make_global_tid(42))
         traces = scan_traces([export.write(tmp_path, form)], root=tmp_path).traces
         assert [any(text in note for note in trace.coverage.notes) for trace in traces] == [False, True]
         assert all(trace.coverage.complete for trace in traces)
@@ -268,7 +268,7 @@ class TestNsysItself:
         """The ranges mark which thread holds the GIL; a wait would lie in such a range."""
         export = Export().add_trace(copies().events)
         expected = scan_traces([export.write(tmp_path, "sqlite", "plain")], root=tmp_path)
-        thread = global_tid(100, 100)
+        thread = make_global_tid(100, 100)
         export.add(schema.RANGES, start=0, eventType=75, globalTid=thread, domainId=2, text="GIL Trace")
         where = {"eventType": 59, "globalTid": thread, "domainId": 2, "text": "Holding GIL"}
         export.add(schema.RANGES, start=95_000, end=700_000, **where)

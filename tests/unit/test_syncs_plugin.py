@@ -61,7 +61,7 @@ def run_plugin(folder: Path, cases: str, *options: str) -> PluginRun:
     arguments = ("-m", "pytest", *QUIET, "--junitxml", "report.xml", *options, cases)
     env |= {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
     with contextlib.chdir(folder):
-        (code,) = forks.run(forks.Program(arguments, env, "output.txt"))
+        (code,) = forks.run_programs(forks.Program(arguments, env, "output.txt"))
     stdout = (folder / "output.txt").read_text()
     assert code == pytest.ExitCode.TESTS_FAILED, stdout
     tests = {}
@@ -244,7 +244,7 @@ class TestUsage:
         """The test uses a separate process, as one that has found a GPU keeps it."""
         pytester.makepyfile("def test_step(cuda_syncs): ...\n")
         arguments = ("-m", "pytest", *QUIET, "--cuda-sync-mode", "live")
-        (code,) = forks.run(forks.Program(arguments, os.environ | {"CUDA_VISIBLE_DEVICES": ""}, "output.txt"))
+        (code,) = forks.run_programs(forks.Program(arguments, os.environ | {"CUDA_VISIBLE_DEVICES": ""}, "output.txt"))
         assert code == pytest.ExitCode.USAGE_ERROR
         message = "*live needs a CUDA device, and there is none; use auto or dry-run*"
         pytest.LineMatcher(Path("output.txt").read_text().splitlines()).fnmatch_lines([message])

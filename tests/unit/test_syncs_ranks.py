@@ -91,7 +91,7 @@ class TestParseFileName:
 def make_summary(
     rank: int | None, dp: int | None = None, size: int | None = None, *, front_end: bool = False
 ) -> TraceSummary:
-    trace = build.trace(f"{dp} {rank}.json")
+    trace = build.make_trace(f"{dp} {rank}.json")
     trace.rank, trace.dp_rank, trace.world_size, trace.front_end = rank, dp, size, front_end
     return trace
 

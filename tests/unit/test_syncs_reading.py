@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from dcpbench.errors import TraceError
 from dcpbench.syncs.gating.gate import Gate, compute_verdict
 from dcpbench.syncs.traces import reading
-from tests.unit.trace_builder import PAGEABLE, Trace, exit_code, get_only_site, make_sync, scan_data, select_counted
+from tests.unit.trace_builder import (
+    PAGEABLE,
+    Trace,
+    compute_exit_code,
+    get_only_site,
+    make_sync,
+    scan_data,
+    select_counted,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +71,7 @@ class TestOddEvents:
         trace.events.append(make_sync(**changes))
         report = trace.scan(tmp_path)
         assert get_only_site(report).wait_us == pytest.approx(wait)
-        assert exit_code(report, tmp_path) == 1
+        assert compute_exit_code(report, tmp_path) == 1
 
     @pytest.mark.parametrize(
         "changes",
@@ -95,7 +103,7 @@ class TestOddEvents:
         report = trace.scan(tmp_path)
         assert report.sites == []
         assert report.traces[0].coverage.unreadable_events == 1
-        assert exit_code(report, tmp_path) == 3
+        assert compute_exit_code(report, tmp_path) == 3
 
     @pytest.mark.parametrize("event", ["null", "3", '"x"', "[]", '[{"ph": "X"}]', "{}"])
     def test_element_that_is_no_event_loses_no_other_event(self, event: str, tmp_path: Path) -> None:
@@ -132,7 +140,7 @@ class TestOddEvents:
         trace.events.append(make_sync(dur="inf"))
         trace.events.append(make_sync(dur=1e308, ts=1e308))
         report = trace.scan(tmp_path)
-        assert exit_code(report, tmp_path) in {1, 3}
+        assert compute_exit_code(report, tmp_path) in {1, 3}
         assert all(s.wait_us is None or s.wait_us < 1e300 for s in report.sites)
 
     @settings(max_examples=40)
@@ -191,14 +199,14 @@ class TestBrokenText:
         bad = good[:at] + bytes([good[at] | 0x80]) + good[at + 1 :]
         report = scan_data(tmp_path, trace.text().encode().replace(good, bad, -1 if all_of_them else 1))
         assert report.totals.syncs == (0 if all_of_them else 2)
-        assert exit_code(report, tmp_path) == (3 if all_of_them else 1)
+        assert compute_exit_code(report, tmp_path) == (3 if all_of_them else 1)
 
     @pytest.mark.parametrize("half", [r"\ud853", r"\udc53", r"\udc00\ud800", r"\ud800\u0041"])
     def test_call_name_with_a_lone_surrogate_is_not_clean(self, half: str, tmp_path: Path) -> None:
         trace = Trace().work()
         trace.call("cudaStreamSynchronize", 10, 90)
         report = scan_data(tmp_path, trace.text().replace("aStream", f"a{half}tream"))
-        assert exit_code(report, tmp_path) == 3
+        assert compute_exit_code(report, tmp_path) == 3
 
     def test_surrogate_pair_is_read_as_one_character(self, tmp_path: Path) -> None:
         """The text is written by json.dumps, with a number that makes a repair necessary."""
@@ -216,7 +224,7 @@ class TestBrokenText:
         trace.call("cudaStreamSynchronize", 10, 90)
         good = bytes(c & 0x7F for c in key)
         head, _, tail = trace.text().encode().rpartition(b'"' + good + b'"')
-        assert exit_code(scan_data(tmp_path, head + b'"' + key + b'"' + tail), tmp_path) in {1, 3}
+        assert compute_exit_code(scan_data(tmp_path, head + b'"' + key + b'"' + tail), tmp_path) in {1, 3}
 
     def test_repair_keeps_valid_escapes(self, tmp_path: Path) -> None:
         trace = Trace().work()
@@ -286,7 +294,7 @@ class TestBrokenText:
             report = scan_data(folder, text[:at] + junk + text[at:])
         except TraceError:
             return
-        assert exit_code(report, folder) in {1, 3}
+        assert compute_exit_code(report, folder) in {1, 3}
 
 
 class TestBehindTheEnd:
@@ -309,7 +317,7 @@ class TestBehindTheEnd:
         data = gzip.compress(first) + gzip.compress(between + second) if compressed else first + between + second
         report = scan_data(tmp_path, data)
         assert report.sites == []
-        assert exit_code(report, tmp_path) == 3
+        assert compute_exit_code(report, tmp_path) == 3
         (reason,) = compute_verdict(report, Gate(root=tmp_path)).reasons
         assert 'more text behind its end, beginning \'{"schemaVersion"' in reason
         assert reason.endswith("scan each trace from a separate file.")
@@ -321,12 +329,12 @@ class TestBehindTheEnd:
         first, second = self.make_traces()
         first = first[:-1] + b', "extra": [' + b'{"a": "}]}"}, ' * 500 + b'{}], "traceName": "a"}'
         assert scan_data(tmp_path, first).traces[0].coverage.complete
-        assert exit_code(scan_data(tmp_path, first + second), tmp_path) == 3
+        assert compute_exit_code(scan_data(tmp_path, first + second), tmp_path) == 3
 
     def test_second_list_of_events_is_reported(self, tmp_path: Path) -> None:
         first, second = self.make_traces()
         report = scan_data(tmp_path, first[:-1] + b", " + second.lstrip(b"{"))
-        assert exit_code(report, tmp_path) == 3
+        assert compute_exit_code(report, tmp_path) == 3
         assert "a second list of events" in report.traces[0].coverage.damage[0]
 
     def test_text_after_the_events_beyond_the_limit_is_reported(
@@ -335,7 +343,7 @@ class TestBehindTheEnd:
         """A second trace could follow it. The limit is 1 MiB here, and the text is 2 MiB long."""
         monkeypatch.setattr(reading, "MAX_EVENT_BYTES", 1 << 20)
         text = self.make_traces()[0][:-1] + b', "extra": "' + b"x" * (2 << 20) + b'"}'
-        assert exit_code(scan_data(tmp_path, text), tmp_path) == 3
+        assert compute_exit_code(scan_data(tmp_path, text), tmp_path) == 3
 
     @pytest.mark.parametrize("end", [b"", b"\n", b"\0" * 600, b" \r\n\0"])
     def test_blanks_and_padding_after_a_trace_are_ignored(self, end: bytes, tmp_path: Path) -> None:
@@ -403,7 +411,7 @@ class TestDamagedEvents:
         head, _, tail = trace.text().rpartition(key)
         report = scan_data(tmp_path, head + instead + tail)
         assert report.sites == []
-        assert exit_code(report, tmp_path) == 3
+        assert compute_exit_code(report, tmp_path) == 3
 
     def test_unknown_names_are_no_damage(self, tmp_path: Path) -> None:
         """The names are those of newer calls, calls unknown to the profiler, and categories of other tools."""
@@ -414,7 +422,7 @@ class TestDamagedEvents:
         trace.events.append({"ph": "X", "name": "no category", "pid": 1, "tid": 1, "ts": 1, "dur": 1})
         report = trace.scan(tmp_path)
         assert report.traces[0].coverage.complete
-        assert exit_code(report, tmp_path) == 0
+        assert compute_exit_code(report, tmp_path) == 0
 
 
 class TestLinks:
@@ -431,7 +439,7 @@ class TestLinks:
         for event in [e for e in trace.events if e["cat"] == "kernel"][:unlinked]:
             event["args"]["correlation"] += 1000
         report = trace.scan(tmp_path)
-        assert exit_code(report, tmp_path) == code
+        assert compute_exit_code(report, tmp_path) == code
         if code:
             assert f"{unlinked} of its 8 GPU events" in compute_verdict(report, Gate(root=tmp_path)).reasons[0]
 
@@ -443,7 +451,7 @@ class TestLinks:
         trace.events[-1]["args"]["correlation"] = 999
         report = trace.scan(tmp_path)
         assert select_counted(report) == []
-        assert exit_code(report, tmp_path) == 3
+        assert compute_exit_code(report, tmp_path) == 3
 
     def test_copies_that_share_ids_with_kernels_are_found(self, tmp_path: Path) -> None:
         """Two processes in one trace both count from 1: eight copies wait, and eight kernels come first."""
@@ -464,7 +472,7 @@ class TestLinks:
         for n in range(8):
             trace.copy("Memcpy DtoD (Device -> Device)", (100 * n, 100 * n + 50), (100 * n + 20, 100 * n + 21))
             trace.events[-1]["args"]["correlation"] = trace.events[-2]["args"]["correlation"] = 77
-        assert exit_code(trace.scan(tmp_path), tmp_path) == 3
+        assert compute_exit_code(trace.scan(tmp_path), tmp_path) == 3
 
     def test_driver_call_within_a_runtime_call_can_share_its_id(self, tmp_path: Path) -> None:
         trace = Trace()
@@ -472,7 +480,7 @@ class TestLinks:
             launch = trace.call("cudaLaunchKernel", 100 * n, 100 * n + 9)
             trace.call("cuLaunchKernel", 100 * n + 1, 100 * n + 8, cat="cuda_driver", correlation=launch)
             trace.gpu("gemm", 100 * n + 10, 100 * n + 20, launch)
-        assert exit_code(trace.scan(tmp_path), tmp_path) == 0
+        assert compute_exit_code(trace.scan(tmp_path), tmp_path) == 0
 
 
 class TestWrittenTwice:
@@ -502,7 +510,7 @@ class TestWrittenTwice:
         report = trace.scan(tmp_path)
         coverage = report.traces[0].coverage
         assert (coverage.runtime_events, coverage.driver_events) == (2, 2)
-        assert exit_code(report, tmp_path) == 0
+        assert compute_exit_code(report, tmp_path) == 0
 
     def test_waits_that_differ_in_one_field_are_separate(self, tmp_path: Path) -> None:
         trace = Trace().work()
@@ -592,4 +600,4 @@ def test_call_with_an_unreadable_copy_is_not_clean(tmp_path: Path) -> None:
     trace.events[-1]["args"] = [1]
     report = trace.scan(tmp_path)
     assert select_counted(report) == []
-    assert exit_code(report, tmp_path) == 3
+    assert compute_exit_code(report, tmp_path) == 3

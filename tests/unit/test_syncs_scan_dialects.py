@@ -16,7 +16,16 @@ from dcpbench.syncs.sync_report import Report, encode_json
 from dcpbench.syncs.traces.blocking import get_wait_kind, parse_direction
 from dcpbench.syncs.traces.columns import read_columns
 from dcpbench.syncs.traces.reading import TraceReader
-from tests.unit.trace_builder import HOST, PAGEABLE, PINNED, TO_GPU, Trace, exit_code, get_only_site, select_counted
+from tests.unit.trace_builder import (
+    HOST,
+    PAGEABLE,
+    PINNED,
+    TO_GPU,
+    Trace,
+    compute_exit_code,
+    get_only_site,
+    select_counted,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -443,7 +452,7 @@ class TestOwn:
         trace.call("cudaDeviceSynchronize", 200, 210)
         report = trace.scan(tmp_path)
         assert get_only_site(report).own
-        assert exit_code(report, tmp_path) == 0
+        assert compute_exit_code(report, tmp_path) == 0
 
     def test_open_profiler_step_as_operator_does_not_hide_the_final_wait(self, trace: Trace, tmp_path: Path) -> None:
         """In torch 1.8, the range is an operator, and contains the call."""
@@ -452,7 +461,7 @@ class TestOwn:
         trace.call("cudaDeviceSynchronize", 200, 210)
         report = trace.scan(tmp_path)
         assert get_only_site(report).own
-        assert exit_code(report, tmp_path) == 0
+        assert compute_exit_code(report, tmp_path) == 0
 
     def test_wait_of_the_program_in_an_open_profiler_step_is_a_finding(self, trace: Trace, tmp_path: Path) -> None:
         trace.range("ProfilerStep#5", 50, 1e6)
@@ -460,7 +469,7 @@ class TestOwn:
         trace.call("cudaDeviceSynchronize", 200, 210)
         report = trace.scan(tmp_path)
         assert sorted((s.example.ts, s.own) for s in report.sites if s.example) == [(100, False), (200, True)]
-        assert exit_code(report, tmp_path) == 1
+        assert compute_exit_code(report, tmp_path) == 1
 
     @pytest.mark.parametrize("name", ["ProfilerStep#5", "decode_step"])
     def test_last_wait_in_a_closed_range_is_that_of_the_program(self, name: str, trace: Trace, tmp_path: Path) -> None:

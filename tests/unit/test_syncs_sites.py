@@ -21,7 +21,7 @@ from dcpbench.syncs.sites import Sync, group_into_sites, merge_sites
 from dcpbench.syncs.sync_report import Example
 from dcpbench.syncs.traces import blocking
 from tests.unit import syncs_builder as build
-from tests.unit.trace_builder import PAGEABLE, PINNED, TO_GPU, Trace, exit_code, get_only_site, select_counted
+from tests.unit.trace_builder import PAGEABLE, PINNED, TO_GPU, Trace, compute_exit_code, get_only_site, select_counted
 
 if TYPE_CHECKING:
     from dcpbench.syncs.sync_report import Report, Site
@@ -37,7 +37,7 @@ def trace() -> Trace:
 
 def merge(*changes: dict[str, Any]) -> Site:
     """Return the merged site of two ranks."""
-    (site,) = merge_sites([[build.site(**change)] for change in changes])
+    (site,) = merge_sites([[build.make_site(**change)] for change in changes])
     return site
 
 
@@ -80,14 +80,14 @@ class TestTwoRanks:
         """A step is as slow as its slowest rank: three per step exceed a limit of two."""
         site = merge({"count_per_step": a}, {"count_per_step": b})
         assert site.count_per_step == 3.0
-        assert compute_verdict(build.report(site), Gate(root=NOWHERE, max_per_step=2.0)).exit_code == 1
+        assert compute_verdict(build.make_report(site), Gate(root=NOWHERE, max_per_step=2.0)).exit_code == 1
 
     @pytest.mark.parametrize("first", [0, 1])
     def test_rank_without_phases_counts_towards_a_limit(self, first: int) -> None:
         """One rank waits once or twice per phase, and the other, with steps of unknown phase, five times per step."""
         ranks = [{"count_per_step": 2.0, "count_per_phase": {"decode": 1.0, "prefill": 2.0}}, {"count_per_step": 5.0}]
         site = merge(ranks[first], ranks[1 - first])
-        assert compute_verdict(build.report(site), Gate(root=NOWHERE, max_per_step=4.0)).exit_code == 1
+        assert compute_verdict(build.make_report(site), Gate(root=NOWHERE, max_per_step=4.0)).exit_code == 1
         assert merge(ranks[0], {"count_per_step": None}).count_per_phase == {"decode": 1.0, "prefill": 2.0}
 
     @pytest.mark.parametrize(("a", "b"), [(9.0, 7.0), (7.0, 9.0)])
@@ -215,9 +215,11 @@ class TestWaited:
         assert "3 in all (1 of 3 waited)" in site_text.format_sentence(site)
 
     def test_sentence_has_thousands_separators_and_omits_waited_if_all_did(self) -> None:
-        assert "1,360 in all (550 of 1,360 waited)" in site_text.format_sentence(build.site(count=1360, waited=550))
-        assert "waited" not in site_text.format_sentence(build.site(count=10, waited=10))
-        assert "waited" not in site_text.format_sentence(build.site(count=10, waited=None))
+        assert "1,360 in all (550 of 1,360 waited)" in site_text.format_sentence(
+            build.make_site(count=1360, waited=550)
+        )
+        assert "waited" not in site_text.format_sentence(build.make_site(count=10, waited=10))
+        assert "waited" not in site_text.format_sentence(build.make_site(count=10, waited=None))
 
     @pytest.mark.parametrize("form", FORMATS)
     def test_every_format_shows_the_number_of_calls_that_waited(self, form: str, trace: Trace, tmp_path: Path) -> None:
@@ -369,7 +371,7 @@ class TestFrees:
         site = get_only_site(report)
         assert site.cause.startswith("40 frees and 40 allocations in one trace: PyTorch's caching allocator is off")
         assert "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in site.cause
-        assert exit_code(report, tmp_path) == 1
+        assert compute_exit_code(report, tmp_path) == 1
         for form in FORMATS:
             report.verdict = compute_verdict(report, Gate(root=tmp_path))
             text = render_report(report, form, root=tmp_path).replace("\\", "").replace("\n", " ")
@@ -394,10 +396,10 @@ def test_source_excerpt_has_two_lines_on_either_side(line: int, shown: list[int]
 
 def test_recorded_site_without_steps_and_known_wait_has_zeros() -> None:
     """An unknown bubble stays unknown; of a known one, the mean is kept."""
-    site = build.site(count_per_step=None, wait_median_us=None, bubble_us=None, count=4)
+    site = build.make_site(count_per_step=None, wait_median_us=None, bubble_us=None, count=4)
     (found,) = recorded.build_sync_sites([site], "replay")
     assert (found.per_step, found.wait_us, found.bubble_us) == (0.0, 0.0, None)
-    priced = build.site(count_per_step=2.0, wait_median_us=30.0, bubble_us=100.0, count=4)
+    priced = build.make_site(count_per_step=2.0, wait_median_us=30.0, bubble_us=100.0, count=4)
     (found,) = recorded.build_sync_sites([priced], "replay")
     assert (found.per_step, found.wait_us, found.bubble_us) == (2.0, 30.0, 25.0)
 

@@ -63,7 +63,7 @@ def test_run_of_routing_check_that_does_not_exist_is_refused(
 
 
 def test_damaged_files_of_a_folder_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = build.write(tmp_path / "run", [build.ok(build.point())])
+    run = build.write_records(tmp_path / "run", [build.make_ok_record(build.make_point())])
     (run / "bench-moe.json").write_bytes(b"{")
     check_refused(lambda: floors.main([str(run), str(run)]), "repeat dcpbench bench", capsys)
     (run / results.ARCHIVE).write_bytes(b"damaged")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from dcpbench.top.state import State
 
-POINTS = [build.point(context, model="a-model-with-a-long-name") for context in range(100, 130)]
+POINTS = [build.make_point(context, model="a-model-with-a-long-name") for context in range(100, 130)]
 GPU = GpuState(
     index=3,
     name="NVIDIA H200",
@@ -48,12 +48,12 @@ GPU = GpuState(
 @pytest.fixture
 def busy(tmp_path: Path) -> State:
     """Return a state in which 20 of 30 points have ended, one of them failed, with one GPU."""
-    job = build.job(tmp_path, POINTS)
+    job = build.write_job(tmp_path, POINTS)
     for i, of in enumerate(POINTS[:19]):
         build.add_finished_point(job, tmp_path, of, 10 * i, 10 * i + 10)
-    build.record(tmp_path, POINTS[19], start=190, outcome="failed", reason="rank 1: ValueError: no such row " * 5)
+    build.add_record(tmp_path, POINTS[19], start=190, outcome="failed", reason="rank 1: ValueError: no such row " * 5)
     build.add_event(job, 201, "measure", POINTS[20], "3/9 requests, 1,200 tok/s")
-    return msgspec.structs.replace(build.state(tmp_path, 205), gpus=[GPU])
+    return msgspec.structs.replace(build.make_state(tmp_path, 205), gpus=[GPU])
 
 
 def render(state: State, width: int, height: int = 40, **console: Any) -> str:
@@ -102,8 +102,8 @@ class TestView:
 
     def test_run_of_an_unknown_command_is_called_run(self, tmp_path: Path) -> None:
         """Use a replay, which has no job files with the name of its command."""
-        build.record(tmp_path, POINTS[0], start=0, seconds=2)
-        assert next(format_changes(None, build.state(tmp_path, 3))).startswith(f"run in {tmp_path}: ")
+        build.add_record(tmp_path, POINTS[0], start=0, seconds=2)
+        assert next(format_changes(None, build.make_state(tmp_path, 3))).startswith(f"run in {tmp_path}: ")
 
     def test_low_terminal_shows_the_newest_points(self, busy: State) -> None:
         """Leave three of 12 lines for points."""
@@ -118,37 +118,37 @@ class TestView:
         assert codes <= {"0", "1", "2"}
 
     def test_cpu_run_is_marked_as_no_performance_measurement(self, tmp_path: Path) -> None:
-        build.job(tmp_path, POINTS, device="cpu")
-        found = build.state(tmp_path, 1)
+        build.write_job(tmp_path, POINTS, device="cpu")
+        found = build.make_state(tmp_path, 1)
         assert "do not reflect performance" in " ".join(render(found, 80).split())
         assert "do not reflect performance" in "\n".join(format_changes(None, found))
 
     def test_markup_in_names_and_notes_is_shown_as_text(self, tmp_path: Path) -> None:
-        job = build.job(tmp_path, [build.point(1, model="[bold red]x[/]")])
+        job = build.write_job(tmp_path, [build.make_point(1, model="[bold red]x[/]")])
         build.add_event(job, 1, "measure", job.points[0], "[link=file:///]y[/link]")
-        text = render(build.state(tmp_path, 2), 120)
+        text = render(build.make_state(tmp_path, 2), 120)
         assert "[bold red]x[/]" in text
         assert "[link=file:///]y[/link]" in text
 
 
 class TestLines:
     def test_no_line_is_printed_while_only_time_passes(self, tmp_path: Path) -> None:
-        job = build.job(tmp_path, POINTS)
+        job = build.write_job(tmp_path, POINTS)
         build.add_event(job, 1, "measure", POINTS[0], "1/9 requests")
         facts = Facts(tmp_path)
-        first = build.state(facts, 2)
+        first = build.make_state(facts, 2)
         build.add_event(job, 3, "measure", POINTS[0], "2/9 requests")
-        assert list(format_changes(first, build.state(facts, 4))) == []
+        assert list(format_changes(first, build.make_state(facts, 4))) == []
 
     def test_each_change_is_printed_as_a_line(self, tmp_path: Path) -> None:
-        job = build.job(tmp_path, POINTS[:3])
+        job = build.write_job(tmp_path, POINTS[:3])
         facts = Facts(tmp_path)
-        first = build.state(facts, 1)
+        first = build.make_state(facts, 1)
         build.add_finished_point(job, tmp_path, POINTS[0], 2, 10)
         build.add_finished_point(job, tmp_path, POINTS[1], 10, 20)
         build.add_event(job, 20, "measure", POINTS[2])
         name = "a-model-with-a-long-name tp2 reference, 2 ×"
-        assert list(format_changes(first, build.state(facts, 20))) == [
+        assert list(format_changes(first, build.make_state(facts, 20))) == [
             "running",
             f"{name} 100 tokens: 200 tok/s, ITL 10 ms",
             f"{name} 101 tokens: 200 tok/s, ITL 10 ms",
@@ -157,19 +157,19 @@ class TestLines:
         ]
 
     def test_silence_of_a_hung_run_is_printed_once(self, tmp_path: Path) -> None:
-        job = build.job(tmp_path, POINTS)
+        job = build.write_job(tmp_path, POINTS)
         build.add_event(job, 0, "measure", POINTS[0])
         facts = Facts(tmp_path)
-        well, silent, later = (build.state(facts, at) for at in (1, 61, 90))
+        well, silent, later = (build.make_state(facts, at) for at in (1, 61, 90))
         message = "no sign of life for 61 s; dcpbench ends such a job after 5 min"
         assert list(format_changes(well, silent)) == [message]
         assert list(format_changes(silent, later)) == []
 
     def test_unreadable_records_are_named_in_the_first_snapshot(self, tmp_path: Path) -> None:
-        build.job(tmp_path, POINTS)
+        build.write_job(tmp_path, POINTS)
         (tmp_path / "records.jsonl").write_bytes(b"no record\n")
         assert "lines that could not be read, and are left out: records.jsonl: 1" in list(
-            format_snapshot(build.state(tmp_path, 1))
+            format_snapshot(build.make_state(tmp_path, 1))
         )
 
     def test_snapshot_contains_the_current_point_and_gpus(self, busy: State) -> None:

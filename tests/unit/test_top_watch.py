@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-TWO = [build.point(context) for context in (100, 200)]
+TWO = [build.make_point(context) for context in (100, 200)]
 NAME = "tiny tp2 reference, 2 ×"
 
 
@@ -53,12 +53,14 @@ def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 def test_top_follows_a_run_to_its_end_and_returns_its_exit_code(
     tmp_path: Path, fake_time: FakeTime, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = build.job(tmp_path, TWO)
+    job = build.write_job(tmp_path, TWO)
     build.add_event(job, 1, "measure", TWO[0])
     fake_time.actions = [
         lambda: build.add_finished_point(job, tmp_path, TWO[0], 1, 10),
         lambda: None,
-        lambda: build.record(tmp_path, TWO[1], start=11, outcome="failed", reason="rank 1: ValueError: no such row"),
+        lambda: build.add_record(
+            tmp_path, TWO[1], start=11, outcome="failed", reason="rank 1: ValueError: no such row"
+        ),
         fake_time.end_command,
     ]
     assert watch.top(tmp_path, every=2.5) == 4
@@ -79,7 +81,7 @@ def test_top_follows_a_run_to_its_end_and_returns_its_exit_code(
 def test_json_output_has_a_line_for_each_poll(
     tmp_path: Path, fake_time: FakeTime, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = build.job(tmp_path, TWO[:1])
+    job = build.write_job(tmp_path, TWO[:1])
     fake_time.actions = [lambda: build.add_finished_point(job, tmp_path, TWO[0], 1, 10), fake_time.end_command]
     assert watch.top(tmp_path, as_json=True) == 0
     states = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -90,7 +92,7 @@ def test_json_output_has_a_line_for_each_poll(
 def test_once_prints_a_snapshot_and_exits_with_0_during_a_run(
     tmp_path: Path, fake_time: FakeTime, capsys: pytest.CaptureFixture[str], as_json: bool
 ) -> None:
-    job = build.job(tmp_path, TWO)
+    job = build.write_job(tmp_path, TWO)
     build.add_finished_point(job, tmp_path, TWO[0], 1, 10)
     assert watch.top(tmp_path, once=True, as_json=as_json) == 0
     out = capsys.readouterr().out
@@ -112,11 +114,11 @@ def test_top_waits_for_a_run_to_begin_and_prints_the_reason_once(
         lambda: None,
         run.mkdir,
         lambda: None,
-        lambda: build.record(run, TWO[0], start=0),
+        lambda: build.add_record(run, TWO[0], start=0),
         fake_time.end_command,
     ]
     fake_time.actions[3] = lambda: (
-        build.add_finished_point(build.job(run, TWO[:1]), run, TWO[0], 0, 10),
+        build.add_finished_point(build.write_job(run, TWO[:1]), run, TWO[0], 0, 10),
         fake_time.end_command(),
     )
     assert watch.top(run) == 0
@@ -154,7 +156,7 @@ def test_top_without_a_folder_watches_the_newest_running_run(
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs" / "monday"
     run.mkdir(parents=True)
-    build.job(run, TWO)
+    build.write_job(run, TWO)
     (run / ".lock").touch()
     assert watch.top(None, once=True) == 0
     assert capsys.readouterr().out.startswith("sweep in runs/monday: ")
@@ -168,7 +170,7 @@ def test_top_without_a_folder_watches_the_newest_running_run(
 def test_ctrl_c_returns_130_and_other_signals_exit_with_128_plus_number(tmp_path: Path, fake_time: FakeTime) -> None:
     """Check also that the previous signal handlers are restored."""
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
-    build.job(tmp_path, TWO)
+    build.write_job(tmp_path, TWO)
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -185,15 +187,15 @@ def test_ctrl_c_returns_130_and_other_signals_exit_with_128_plus_number(tmp_path
 
 def test_live_view_leaves_its_last_screen_on_the_terminal(tmp_path: Path) -> None:
     """Leave the last state after the alternate screen is closed, and restore the handler of Ctrl-Z."""
-    job = build.job(tmp_path, TWO)
+    job = build.write_job(tmp_path, TWO)
     out = io.StringIO()
     terminal = Console(file=out, width=100, height=20, force_terminal=True)
     before = signal.getsignal(signal.SIGTSTP)
     with watch._open_live_view(terminal) as show:
         assert signal.getsignal(signal.SIGTSTP) != before
-        show(build.state(tmp_path, 1))
+        show(build.make_state(tmp_path, 1))
         build.add_finished_point(job, tmp_path, TWO[0], 1, 10)
-        show(build.state(tmp_path, 11))
+        show(build.make_state(tmp_path, 11))
     assert signal.getsignal(signal.SIGTSTP) == before
     screen, _, left = out.getvalue().rpartition("\x1b[?1049l")
     assert "0 of 2 points" in screen
@@ -222,7 +224,7 @@ def test_live_view_stopped_during_a_write_stops_after_the_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stop once more while the screen is restored."""
-    build.job(tmp_path, TWO)
+    build.write_job(tmp_path, TWO)
     out, stopped = StoppedTerminal(), []
 
     def stop(number: int) -> None:
@@ -232,8 +234,8 @@ def test_live_view_stopped_during_a_write_stops_after_the_write(
 
     monkeypatch.setattr(signal, "raise_signal", stop)
     with watch._open_live_view(Console(file=out, width=100, height=20, force_terminal=True)) as show:
-        show(build.state(tmp_path, 1))
+        show(build.make_state(tmp_path, 1))
         out.pending_stops = 1
-        show(build.state(tmp_path, 2))
+        show(build.make_state(tmp_path, 2))
         assert stopped == [signal.SIGSTOP] * 2
         assert out.getvalue().count("\x1b[?1049h") == 3, "the alternate screen is opened once and restored twice"

@@ -28,7 +28,7 @@ LINK = re.compile(r"\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)")
 
 
 @functools.cache
-def tracked() -> tuple[Path, ...]:
+def list_tracked() -> tuple[Path, ...]:
     """Return the files that git tracks and that exist; skip the test outside a clone, where nothing is tracked."""
     if not (ROOT / ".git").exists():
         pytest.skip("needs a git clone of the repository")
@@ -36,12 +36,12 @@ def tracked() -> tuple[Path, ...]:
     return tuple(path for name in listed.split("\0") if name and (path := ROOT / name).is_file())
 
 
-def documents() -> list[Path]:
+def list_documents() -> list[Path]:
     """Return the Markdown files of the project; those under tests/data are expected outputs without their pictures."""
-    return [path for path in tracked() if path.suffix == ".md" and not path.is_relative_to(ROOT / "tests")]
+    return [path for path in list_tracked() if path.suffix == ".md" and not path.is_relative_to(ROOT / "tests")]
 
 
-def slug(heading: str) -> str:
+def make_slug(heading: str) -> str:
     """Return the anchor that GitHub gives a heading."""
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading.strip())
     text = "".join(c for c in text.lower() if c in " -_" or unicodedata.category(c)[0] in "LN")
@@ -49,13 +49,13 @@ def slug(heading: str) -> str:
 
 
 @functools.cache
-def anchors(document: Path) -> frozenset[str]:
+def list_anchors(document: Path) -> frozenset[str]:
     """Return a document's anchors; a repeated heading is followed by a number."""
     text = re.sub(r"^(```|~~~).*?^\1", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     seen: collections.Counter[str] = collections.Counter()
     found = set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text))
     for heading in re.findall(r"^#{1,6} +(.+?)(?: +#+)?$", text, re.MULTILINE):
-        name = slug(heading)
+        name = make_slug(heading)
         found.add(f"{name}-{seen[name]}" if seen[name] else name)
         seen[name] += 1
     return frozenset(found)
@@ -68,15 +68,17 @@ def find_broken_links(document: Path, existing: frozenset[Path]) -> Iterator[str
         if re.match(r"[a-z][a-z+.-]*:", path):
             continue
         target = (document.parent / path).resolve() if path else document
-        if target not in existing or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+        if target not in existing or (anchor and target.suffix == ".md" and anchor not in list_anchors(target)):
             yield link
 
 
 def test_every_relative_link_has_its_file_and_heading() -> None:
     """Use tracked files only: an untracked file exists at most here, so that its link fails for everyone else."""
-    existing = frozenset(folder for path in tracked() for folder in (path, *path.parents))
+    existing = frozenset(folder for path in list_tracked() for folder in (path, *path.parents))
     found = {
-        str(path.relative_to(ROOT)): links for path in documents() if (links := list(find_broken_links(path, existing)))
+        str(path.relative_to(ROOT)): links
+        for path in list_documents()
+        if (links := list(find_broken_links(path, existing)))
     }
     assert found == {}
 
@@ -94,7 +96,7 @@ def test_link_to_an_absent_file_or_heading_is_found(tmp_path: Path) -> None:
 
 
 def test_tracked_tree_stays_below_its_size_limit() -> None:
-    sizes = {path: path.stat().st_size for path in tracked()}
+    sizes = {path: path.stat().st_size for path in list_tracked()}
     largest = sorted(sizes, key=lambda path: -sizes[path])[:5]
     assert sum(sizes.values()) <= MAX_TREE_BYTES, (
         f"the tracked files hold {sum(sizes.values()):,} bytes, and at most {MAX_TREE_BYTES:,} are allowed. Pack the raw records of new "
@@ -105,7 +107,7 @@ def test_tracked_tree_stays_below_its_size_limit() -> None:
 
 def list_result_folders() -> set[Path]:
     """Return the folders below results/ that have tracked files, a folder per subject."""
-    inside = (path.relative_to(results.RESULTS) for path in tracked() if path.is_relative_to(results.RESULTS))
+    inside = (path.relative_to(results.RESULTS) for path in list_tracked() if path.is_relative_to(results.RESULTS))
     return {results.RESULTS / path.parts[0] for path in inside if len(path.parts) > 1}
 
 
@@ -115,9 +117,9 @@ def test_each_results_folder_has_a_short_page_and_raw_records() -> None:
     assert 0 < len(folders) <= MAX_RESULT_FOLDERS, "add the measurement to the folder of its subject"
     for folder in folders:
         page = folder / "README.md"
-        assert page in tracked(), folder.name
+        assert page in list_tracked(), folder.name
         assert len(page.read_text(encoding="utf-8").split()) <= MAX_RESULT_WORDS, folder.name
-        assert any(path.name == results.ARCHIVE and path.is_relative_to(folder) for path in tracked()), folder.name
+        assert any(path.name == results.ARCHIVE and path.is_relative_to(folder) for path in list_tracked()), folder.name
 
 
 def test_results_contain_no_programs() -> None:
@@ -127,13 +129,13 @@ def test_results_contain_no_programs() -> None:
     }
     found = {folder.name for folder, suffixes in suffixes_by_folder.items() if suffixes & PROGRAMS}
     assert found == set()
-    assert [path for path in tracked() if path.is_relative_to(results.RESULTS) and path.suffix in PROGRAMS] == []
+    assert [path for path in list_tracked() if path.is_relative_to(results.RESULTS) and path.suffix in PROGRAMS] == []
 
 
 def test_archives_contain_no_tracked_file() -> None:
     """Unpacking must not overwrite a tracked file."""
     for folder in results.list_packed_folders():
-        assert set(tracked()).isdisjoint(folder / name for name in results.read_members(folder)), folder.name
+        assert set(list_tracked()).isdisjoint(folder / name for name in results.read_members(folder)), folder.name
 
 
 class TestArchives:

@@ -42,8 +42,8 @@ from dcpbench.serving.step_times import (
 )
 from dcpbench.workloads import serve
 from dcpbench.workloads.session import build_session
-from tests.unit.serving_builder import config
-from tests.unit.step_times_builder import step_times, true_ms
+from tests.unit.serving_builder import make_config
+from tests.unit.step_times_builder import compute_true_ms, make_step_times
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,30 +67,32 @@ POINT = Point(
 A_ROW_MS = 0.03  # time of experts for one row on each replica; a row on a single replica takes a DP-th of it
 
 
-def compute_true_ms(works: list[ReplicaBatch]) -> float:
+def compute_step_ms(works: list[ReplicaBatch]) -> float:
     """Return the time of the slowest replica, with experts that process only the rows that exist."""
     rows = [batch.rows_with_chunks for batch in works]
     most = max(works, key=lambda batch: batch.rows_with_chunks)
-    full = max(true_ms(pad_to_rows_of(most, batch)) for batch in works)
+    full = max(compute_true_ms(pad_to_rows_of(most, batch)) for batch in works)
     return full - A_ROW_MS * sum(max(rows) - each for each in rows) / len(rows)
 
 
 def pad_to_rows_of(most: ReplicaBatch, batch: ReplicaBatch) -> ReplicaBatch:
-    """Give a replica's attention as many rows as the fullest has; true_ms derives them from rows + tokens."""
+    """Give a replica's attention as many rows as the fullest has; compute_true_ms derives them from rows + tokens."""
     return batch._replace(tokens=most.rows + most.tokens - batch.rows)
 
 
-def make_step_times(extent: Extent = EXTENT) -> StepTimes:
+def make_uneven_times(extent: Extent = EXTENT) -> StepTimes:
     """Return the whole grid of an engine in which experts process only the rows that exist."""
     cases = [
-        MeasuredCase(case=case, samples_ms=[compute_true_ms(works) if case.chunks else true_ms(case.compute_work())])
+        MeasuredCase(
+            case=case, samples_ms=[compute_step_ms(works) if case.chunks else compute_true_ms(case.compute_work())]
+        )
         for case in make_cases(extent)
         for works in [case.compute_works(extent.replicas)]
     ]
-    return msgspec.structs.replace(step_times(path=get_engine_path(POINT)), cases=cases)
+    return msgspec.structs.replace(make_step_times(path=get_engine_path(POINT)), cases=cases)
 
 
-TIMES = make_step_times()
+TIMES = make_uneven_times()
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +117,7 @@ def serving() -> serve.Serving:
         return serve.get_serving(build_session(requests, TINY, plan, rank=0, device=CPU, seed=0), requests)
 
 
-def replica(decodes: int, tokens: int) -> ReplicaStep:
+def make_replica(decodes: int, tokens: int) -> ReplicaStep:
     """Return a step with decodes at position 5, each with one page per token, and a chunk of `tokens` tokens behind
     them.
     """
@@ -152,7 +154,7 @@ class TestEngine:
         each = each[first:] + each[:first]
         model = serving.engine.model
         model.chosen_experts = chosen = []
-        step = Step(1, [replica(decodes, tokens) for decodes, tokens in each])
+        step = Step(1, [make_replica(decodes, tokens) for decodes, tokens in each])
         with torch.inference_mode():
             tokens = serving.engine.launch_step(step).wait_tokens()
         assert len(tokens) == len(step.replicas[0].sampled_sequences)
@@ -167,7 +169,7 @@ class TestEngine:
         """Decode steps run as captured graphs, which do not depend on the rows of replicas."""
         serving.engine.model.chosen_experts = chosen = []
         with torch.inference_mode():
-            serving.engine.launch_step(Step(1, [replica(4, 0), replica(1, 0)])).wait_tokens()
+            serving.engine.launch_step(Step(1, [make_replica(4, 0), make_replica(1, 0)])).wait_tokens()
         assert chosen
         assert all((ids_Tk != NO_EXPERT).all() for _, ids_Tk in chosen)
 
@@ -182,24 +184,24 @@ class TestGrid:
         assert [case.compute_work().tokens for case in alone] == [n for n in CHUNK_TOKENS if n <= EXTENT.chunk]
         assert {msgspec.structs.replace(case, use=LINE, replicas=0) for case in alone} <= set(filter(is_bare, cases))
         assert not any(is_bare(case) for case in alone)
-        assert not any(case.replicas for case in make_cases(extent(replicas=1)))
+        assert not any(case.replicas for case in make_cases(make_extent(replicas=1)))
 
     @pytest.mark.parametrize("tokens", BETWEEN_TOKENS)
     def test_one_replica_cases_include_the_largest_chunk_and_whole_prompts(self, tokens: int) -> None:
         """Include these sizes even if they lie between those of the usual grid."""
         for changed in ({"chunk": tokens}, {"chunk": 2 * tokens, "prompts": (tokens,)}):
-            sizes = [case.compute_work().tokens for case in make_cases(extent(**changed)) if case.use == UNEVEN]
+            sizes = [case.compute_work().tokens for case in make_cases(make_extent(**changed)) if case.use == UNEVEN]
             assert tokens in sizes
             assert max(sizes) == changed["chunk"]
             assert set(BETWEEN_TOKENS) & set(sizes) <= {tokens, max(sizes)}
 
     def test_check_cases_include_half_of_the_replicas(self) -> None:
         """Use two of four replicas, and no such case with one or two."""
-        some = {n: [c.replicas for c in make_cases(extent(replicas=n)) if c.use == CHECK] for n in (1, 2, 4)}
+        some = {n: [c.replicas for c in make_cases(make_extent(replicas=n)) if c.use == CHECK] for n in (1, 2, 4)}
         assert some == {1: [0] * len(some[1]), 2: [0] * len(some[1]), 4: [2] + [0] * len(some[1])}
 
     def test_step_of_a_case_gives_work_only_to_its_replicas(self) -> None:
-        setup = config(replicas=3, pages=33, page_size=2, dcp=2, max_requests=6, chunk=16, max_context=40)
+        setup = make_config(replicas=3, pages=33, page_size=2, dcp=2, max_requests=6, chunk=16, max_context=40)
         case = Case(chunks=(Chunks(2, 5, 8),), use=CHECK, replicas=2)
         made = CaseMaker(setup, 50).make_steps(case)
         assert compute_step_works(made.first) == compute_step_works(made.again) == case.compute_works(3)
@@ -212,7 +214,7 @@ class TestGrid:
         assert str(case) == "1 × 2,048 tokens at 0, on 1 replica alone"
 
 
-def extent(**changes: int | tuple[int, ...]) -> Extent:
+def make_extent(**changes: int | tuple[int, ...]) -> Extent:
     """Return EXTENT with some fields changed."""
     return Extent(**{name: getattr(EXTENT, name) for name in Extent.__dataclass_fields__} | changes)
 
@@ -235,7 +237,7 @@ class TestPrediction:
             for n in rng.integers(0, 11, DP).tolist()
         ]
         works[int(rng.integers(DP))] = ReplicaBatch.from_requests(0, 0, [(3500, 0)])
-        assert TIMES.model.predict_step_ms(works) == pytest.approx(compute_true_ms(works))
+        assert TIMES.model.predict_step_ms(works) == pytest.approx(compute_step_ms(works))
 
     def test_predicted_time_grows_with_the_rows_of_other_replicas(self) -> None:
         """Give the other replicas from no rows to as many as the fullest has."""

@@ -53,15 +53,15 @@ WIDE = {
 LAYOUTS = [Layout(1), Layout(2), Layout(4, dcp=2), Layout(4, dp=2, dcp=2), Layout(8, dcp=8), Layout(8, dp=8)]
 TINY_SHAPES = {
     "tiny": build.TINY,
-    "without-q-lora": build.shape_like_tiny(q_lora=None),
-    "vocab-509": build.shape_like_tiny(vocab=509),
-    "vocab-9": build.shape_like_tiny(vocab=9),
-    "softmax-2-shared": build.shape_like_tiny(routing="softmax", normalise=False, shared_experts=2),
-    "no-shared": build.shape_like_tiny(shared_experts=0),
-    "all-dense": build.shape_like_tiny(first_k_dense_replace=3),
-    "no-dense": build.shape_like_tiny(first_k_dense_replace=0),
+    "without-q-lora": build.make_shape(q_lora=None),
+    "vocab-509": build.make_shape(vocab=509),
+    "vocab-9": build.make_shape(vocab=9),
+    "softmax-2-shared": build.make_shape(routing="softmax", normalise=False, shared_experts=2),
+    "no-shared": build.make_shape(shared_experts=0),
+    "all-dense": build.make_shape(first_k_dense_replace=3),
+    "no-dense": build.make_shape(first_k_dense_replace=0),
 }
-UNEVEN = build.shape_like_tiny(
+UNEVEN = build.make_shape(
     hidden=320, q_lora=192, moe_intermediate_size=384, intermediate_size=960, qk_nope_head_dim=24, v_head_dim=40
 )
 """Shape for which ranks split blocks in rows and in columns, and for which stacked parts end inside a block."""
@@ -80,14 +80,16 @@ class TestBytes:
         expected = memory.compute_weight_bytes(shape, layout, dtype.itemsize, dense, moe, wide)
         for rank in {0, layout.tp // 2, layout.tp - 1}:
             ep = MOE_TP if rank == layout.tp - 1 else MOE_EP
-            held = load_weights(MetaSource(dtype), shape, layout, rank, build.layers(shape), replicated=wide, ep=ep)
+            held = load_weights(
+                MetaSource(dtype), shape, layout, rank, build.make_layers(shape), replicated=wide, ep=ep
+            )
             assert build.count_bytes(held) == expected
 
     @pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v3"])
     def test_rank_of_a_published_model_with_few_layers_holds_the_computed_bytes(self, model):
         """Load one dense and two MoE layers on rank 3 of tp8·dcp8, without and with q-LoRA."""
         shape, layout = SHAPES[model], Layout(8, dcp=8)
-        held = load_weights(MetaSource(), shape, layout, 3, build.layers(shape, dense=1, moe=2))
+        held = load_weights(MetaSource(), shape, layout, 3, build.make_layers(shape, dense=1, moe=2))
         assert build.count_bytes(held) == memory.compute_weight_bytes(shape, layout, 2, 1, 2)
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -103,7 +105,7 @@ class TestBytes:
         expected = memory.compute_weight_bytes(shape, layout, 2, dense, moe, wide, FORMATS[FP8], ep=ep)
         ranks = {0, layout.tp // 2, layout.tp - 1, min(1, layout.tp - 1)}
         held = [
-            load_weights(MetaSource(), shape, layout, rank, build.layers(shape), replicated=wide, ep=ep, fp8=True)
+            load_weights(MetaSource(), shape, layout, rank, build.make_layers(shape), replicated=wide, ep=ep, fp8=True)
             for rank in ranks
         ]
         most = max(build.count_bytes(weights) for weights in held)
@@ -115,7 +117,7 @@ class TestBytes:
         """Expect W_UK, W_UV, norms, router, embedding and head in bf16."""
         shape = SHAPES[model]
         held = load_weights(
-            MetaSource(), shape, layout, layout.tp - 1, build.layers(shape, dense=1, moe=1), ep=MOE_TP, fp8=True
+            MetaSource(), shape, layout, layout.tp - 1, build.make_layers(shape, dense=1, moe=1), ep=MOE_TP, fp8=True
         )
         assert build.count_bytes(held) == memory.compute_weight_bytes(
             shape, layout, 2, 1, 1, weights=FORMATS[FP8], ep=MOE_TP
@@ -130,7 +132,7 @@ class TestBytes:
         """
         shape = SHAPES["deepseek-v3"]
         drafting, weights = shape.add_drafts(1), FORMATS[FP8] if fp8 else UNQUANTISED
-        held = load_weights(MetaSource(), drafting, layout, 0, build.layers(shape, dense=1, moe=1), fp8=fp8)
+        held = load_weights(MetaSource(), drafting, layout, 0, build.make_layers(shape, dense=1, moe=1), fp8=fp8)
         expected = memory.compute_weight_bytes(drafting, layout, 2, 1, 1, weights=weights)
         assert build.count_bytes(held) == expected
         one_more = memory.compute_weight_bytes(shape, layout, 2, 1, 2, weights=weights)
@@ -142,7 +144,7 @@ class TestBytes:
     def test_real_tensors_are_counted_like_meta_tensors(self):
         """Check also that the storage of a real tensor is no larger than the tensor."""
         held = load_weights(
-            SyntheticSource(0, torch.float32, build.CPU), build.TINY, Layout(4, dcp=2), 1, build.layers(build.TINY)
+            SyntheticSource(0, torch.float32, build.CPU), build.TINY, Layout(4, dcp=2), 1, build.make_layers(build.TINY)
         )
         assert build.count_bytes(held) == memory.compute_weight_bytes(build.TINY, Layout(4, dcp=2), 4, 1, 2)
         attention = held.moe[0].attention
@@ -151,12 +153,12 @@ class TestBytes:
 
 
 class TestLayers:
-    SHAPE = build.shape_like_tiny(layers=9, first_k_dense_replace=3)
+    SHAPE = build.make_shape(layers=9, first_k_dense_replace=3)
 
     def load(self, dense, moe):
         """Return the weights of tp1 and the source that they come from."""
         source = MetaSource()
-        return load_weights(source, self.SHAPE, Layout(1), 0, build.layers(self.SHAPE, dense, moe)), source
+        return load_weights(source, self.SHAPE, Layout(1), 0, build.make_layers(self.SHAPE, dense, moe)), source
 
     def test_fewer_held_layers_are_repeated_within_their_kind(self):
         """Hold 2 of 3 dense and 4 of 6 MoE layers: dense 0 1 0, then MoE 0 1 2 3 0 1."""
@@ -184,7 +186,7 @@ class TestLayers:
 def ranks():
     """Load synthetic weights of all ranks of tp4·dp2·dcp2."""
     source, layout = SyntheticSource(0, torch.float32, build.CPU), Layout(4, dp=2, dcp=2)
-    return [load_weights(source, build.TINY, layout, rank, build.layers(build.TINY)) for rank in range(4)]
+    return [load_weights(source, build.TINY, layout, rank, build.make_layers(build.TINY)) for rank in range(4)]
 
 
 class TestShards:
@@ -193,7 +195,7 @@ class TestShards:
     def test_concatenated_shards_equal_the_weights_of_one_rank(self, ranks):
         """Check equality, without which layouts would compute different results and routings."""
         source = SyntheticSource(0, torch.float32, build.CPU)
-        whole = load_weights(source, build.TINY, Layout(1), 0, build.layers(build.TINY))
+        whole = load_weights(source, build.TINY, Layout(1), 0, build.make_layers(build.TINY))
         replica = ranks[:2]
         assert torch.equal(torch.cat([w.embed for w in replica]), whole.embed)
         for index in (0, 1, 2):
@@ -210,7 +212,7 @@ class TestShards:
     def test_concatenated_tensor_parallel_experts_equal_those_of_one_rank(self, ranks):
         """Split the width 32 of all eight experts over the ranks: rows of gate and of up, and columns of down."""
         source, layout = SyntheticSource(0, torch.float32, build.CPU), Layout(4, dp=2, dcp=2)
-        layers, width = build.layers(build.TINY), build.TINY.moe_intermediate_size
+        layers, width = build.make_layers(build.TINY), build.TINY.moe_intermediate_size
         whole = load_weights(source, build.TINY, Layout(1), 0, layers).get_layer(2).mlp
         cut = [load_weights(source, build.TINY, layout, r, layers, ep=MOE_TP).get_layer(2).mlp for r in range(4)]
         for half, part in ((0, whole.gate_up[:, :width]), (1, whole.gate_up[:, width:])):
@@ -227,7 +229,9 @@ class TestShards:
         for rank in range(4):
             own = [w.get_layer(1).attention for w in ranks[rank // 2 * 2 :][:2]]
             for replicated, names in ((WIDE["query"], ("q_b", "w_uk")), (WIDE["value"], ("w_uv",))):
-                held = load_weights(source, build.TINY, layout, rank, build.layers(build.TINY), replicated=replicated)
+                held = load_weights(
+                    source, build.TINY, layout, rank, build.make_layers(build.TINY), replicated=replicated
+                )
                 attention = held.get_layer(1).attention
                 for name in ("q_b", "w_uk", "w_uv"):
                     parts = [getattr(a, name) for a in own]
@@ -265,8 +269,8 @@ class TestShards:
 
     def test_padding_rows_of_the_vocabulary_are_zero(self):
         """Divide 9 rows over 4 ranks into 3 each: 3, 3, 3 and none."""
-        shape, source = build.shape_like_tiny(vocab=9), SyntheticSource(0, torch.float32, build.CPU)
-        last = load_weights(source, shape, Layout(4), 3, build.layers(shape))
+        shape, source = build.make_shape(vocab=9), SyntheticSource(0, torch.float32, build.CPU)
+        last = load_weights(source, shape, Layout(4), 3, build.make_layers(shape))
         assert last.embed.shape == (3, 64)
         assert not last.embed.any()
 
@@ -326,11 +330,11 @@ class TestSynthetic:
 class TestInt4:
     """Test experts in int4 with all other weights in the computation's dtype, as Kimi-K2-Thinking is published."""
 
-    SHAPE = build.shape_like_tiny(hidden=128, moe_intermediate_size=64, layers=2, first_k_dense_replace=1)
+    SHAPE = build.make_shape(hidden=128, moe_intermediate_size=64, layers=2, first_k_dense_replace=1)
 
     def load(self, layout=Layout(1), rank=0, ep=MOE_EP, group=32):  # noqa: B008 - frozen
         source = SyntheticSource(0, torch.float32, build.CPU)
-        held = load_weights(source, self.SHAPE, layout, rank, build.layers(self.SHAPE), ep=ep, int4_group=group)
+        held = load_weights(source, self.SHAPE, layout, rank, build.make_layers(self.SHAPE), ep=ep, int4_group=group)
         return held.moe[0].mlp
 
     @pytest.mark.parametrize("group", [32, 128])
@@ -343,7 +347,7 @@ class TestInt4:
         """
         shape = dataclasses.replace(SHAPES["kimi-k2"], experts=16)
         weights = dataclasses.replace(FORMATS[INT4], columns=group, parts=frozenset({EXPERTS}))
-        layers = build.layers(shape, dense=1, moe=1)
+        layers = build.make_layers(shape, dense=1, moe=1)
         held = load_weights(MetaSource(), shape, layout, layout.tp - 1, layers, ep=ep, int4_group=group)
         assert build.count_bytes(held) == memory.compute_weight_bytes(shape, layout, 2, 1, 1, weights=weights, ep=ep)
         assert {held.moe[0].mlp.shared.down.dtype, held.dense[0].mlp.down.dtype} == {torch.bfloat16}
@@ -364,7 +368,7 @@ class TestInt4:
         """Compare with the dequantised and with the unquantised weights; router and shared expert are the same."""
         one = self.load()
         plain = dataclasses.replace(one, gate_up=int4.dequantize(one.gate_up), down=int4.dequantize(one.down))
-        engine = build.engine(shape=self.SHAPE)
+        engine = build.make_engine(shape=self.SHAPE)
         x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
         found, wanted, exact = (
             Model.run_experts(engine.model, x, w, None, None) for w in (one, plain, engine.model.weights.moe[0].mlp)

@@ -30,7 +30,7 @@ def test_rates_are_measured_once_before_the_points_of_a_timing_job(monkeypatch, 
     or KV.
     """
     calls, seen = [], []
-    points = [build.point(Layout(4)), build.point(Layout(4), **stored)]
+    points = [build.make_point(Layout(4)), build.make_point(Layout(4), **stored)]
 
     def rates(_, ranks, *, fp8):
         calls.append((ranks, fp8))

@@ -1,11 +1,11 @@
-"""Synthetic result files of other benchmarks, in the schemas that their sources state."""
+"""Build synthetic result files of other benchmarks, in the schemas of their source code."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def spread(mean: float, median: float, total: float = 0.0, **ends: float) -> dict[str, Any]:
+def make_distribution(mean: float, median: float, total: float = 0.0, **ends: float) -> dict[str, Any]:
     """Return GuideLLM's summary of a distribution."""
     names = ("p001", "p01", "p05", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p999")
     found: dict[str, Any] = {
@@ -22,7 +22,7 @@ def spread(mean: float, median: float, total: float = 0.0, **ends: float) -> dic
     return {"successful": found, "errored": found, "incomplete": found, "total": found}
 
 
-def guidellm(strategy: dict[str, Any], *, listed: int = 3, **metrics: Any) -> dict[str, Any]:
+def make_guidellm_result(strategy: dict[str, Any], *, listed: int = 3, **metrics: Any) -> dict[str, Any]:
     """Return a benchmark of 3 requests of 100 tokens: TTFT 200 ms, 40, 50 and 60 ms a token of 5, 3 and 2 tokens."""
     request = {"type_": "generative_request_stats", "time_to_first_token_ms": 200.0, "output_tokens": 5}
     return {
@@ -42,12 +42,12 @@ def guidellm(strategy: dict[str, Any], *, listed: int = 3, **metrics: Any) -> di
         "scheduler_metrics": {},
         "metrics": {
             "request_totals": {"successful": 3, "incomplete": 1, "errored": 2, "total": 6},
-            "request_latency": spread(0.3, 0.32),
-            "prompt_token_count": spread(100, 100, 300.0, min=100, max=100),
-            "output_token_count": spread(10 / 3, 3, 10.0),
-            "time_to_first_token_ms": spread(200.0, 190.0),
-            "inter_token_latency_ms": spread(46.0, 40.0),
-            "iter_tokens_per_iteration": spread(1.0, 1.0),
+            "request_latency": make_distribution(0.3, 0.32),
+            "prompt_token_count": make_distribution(100, 100, 300.0, min=100, max=100),
+            "output_token_count": make_distribution(10 / 3, 3, 10.0),
+            "time_to_first_token_ms": make_distribution(200.0, 190.0),
+            "inter_token_latency_ms": make_distribution(46.0, 40.0),
+            "iter_tokens_per_iteration": make_distribution(1.0, 1.0),
         }
         | metrics,
         "requests": {
@@ -61,7 +61,7 @@ def guidellm(strategy: dict[str, Any], *, listed: int = 3, **metrics: Any) -> di
     }
 
 
-def stat(unit: str, avg: float, **more: float) -> dict[str, Any]:
+def make_statistic(unit: str, avg: float, **more: float) -> dict[str, Any]:
     return {"unit": unit, "avg": avg, **more}
 
 
@@ -76,20 +76,24 @@ PHASES: dict[str, Any] = {  # configuration that later versions of AIPerf write
 }
 
 
-def aiperf(load: dict[str, Any] | None = None, given: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+def make_aiperf_summary(
+    load: dict[str, Any] | None = None, given: dict[str, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
     """Return a summary of AIPerf, as exported without the fields that are not set."""
     return {
-        "request_throughput": stat("requests/sec", 1.5),
-        "request_latency": stat("ms", 314.0, p50=310.0, p90=320.0, p95=330.0, p99=340.0, min=280.0, max=350.0, std=5.0),
-        "request_count": stat("requests", 3),
-        "time_to_first_token": stat("ms", 200.0, p50=190.0, p90=210.0, p95=220.0, p99=230.0),
-        "inter_token_latency": stat("ms", 50.0, p50=48.0, p90=55.0, p95=57.0, p99=59.0),
-        "inter_chunk_latency": stat("ms", 49.0, p50=47.0, p90=56.0, p95=58.0, p99=60.0),
-        "output_sequence_length": stat("tokens", 10 / 3, min=2, max=5),
-        "input_sequence_length": stat("tokens", 100.0, min=100, max=100),
-        "total_osl": stat("tokens", 10),
-        "benchmark_duration": stat("sec", 2.0),
-        "error_request_count": stat("requests", 1),
+        "request_throughput": make_statistic("requests/sec", 1.5),
+        "request_latency": make_statistic(
+            "ms", 314.0, p50=310.0, p90=320.0, p95=330.0, p99=340.0, min=280.0, max=350.0, std=5.0
+        ),
+        "request_count": make_statistic("requests", 3),
+        "time_to_first_token": make_statistic("ms", 200.0, p50=190.0, p90=210.0, p95=220.0, p99=230.0),
+        "inter_token_latency": make_statistic("ms", 50.0, p50=48.0, p90=55.0, p95=57.0, p99=59.0),
+        "inter_chunk_latency": make_statistic("ms", 49.0, p50=47.0, p90=56.0, p95=58.0, p99=60.0),
+        "output_sequence_length": make_statistic("tokens", 10 / 3, min=2, max=5),
+        "input_sequence_length": make_statistic("tokens", 100.0, min=100, max=100),
+        "total_osl": make_statistic("tokens", 10),
+        "benchmark_duration": make_statistic("sec", 2.0),
+        "error_request_count": make_statistic("requests", 1),
         "input_config": {
             "endpoint": {"model_names": ["org/model"], "url": "http://localhost:8000", "streaming": True},
             "loadgen": {"concurrency": 2} if load is None else load,
@@ -100,7 +104,7 @@ def aiperf(load: dict[str, Any] | None = None, given: dict[str, Any] | None = No
     } | changes
 
 
-def line(start_ns: int, gaps: list[float], phase: str = "profiling", **changes: Any) -> dict[str, Any]:
+def make_aiperf_line(start_ns: int, gaps: list[float], phase: str = "profiling", **changes: Any) -> dict[str, Any]:
     """Return a record of a request: TTFT 500 ms, then these gaps in ms."""
     value = {
         "input_sequence_length": {"value": 100, "unit": "tokens"},
@@ -113,7 +117,7 @@ def line(start_ns: int, gaps: list[float], phase: str = "profiling", **changes: 
     return {"metadata": metadata, "metrics": value, "error": None} | changes
 
 
-def one_batch(**changes: Any) -> dict[str, Any]:
+def make_one_batch_result(**changes: Any) -> dict[str, Any]:
     """Return a result of bench_one_batch: 4 requests of 1,000 tokens, 0.5 s of prefill, then 10 steps that take 0.3 s."""
     return {
         "run_name": "default",
@@ -129,7 +133,7 @@ def one_batch(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def forward_case(name: str, kv_lens: list[int], ranks: int = 1, query: int = 1, drafts: int = 0) -> dict[str, Any]:
+def make_forward_case(name: str, kv_lens: list[int], ranks: int = 1, query: int = 1, drafts: int = 0) -> dict[str, Any]:
     """Return a case of `vllm bench forward` with steps of 5 ms."""
     times = {"timer": "graph_events", "median": 5000.0, "samples_us": [4900.0, 5000.0, 5100.0, 5000.0, 5000.0]}
     rank = {"num_tokens": len(kv_lens), "kv_blocks": 9, "routing": "real", "latency_us": times, "finite": True}

@@ -1,4 +1,4 @@
-"""Synthetic files of a run, for tests of `dcpbench top`. Times are seconds after BEGAN."""
+"""Build synthetic files of a run for tests of `dcpbench top`. Times are seconds after BEGAN."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ BEGAN = 1_700_000_000
 COMMAND_LINE = "dcpbench sweep --tp 2"
 
 
-def point(context: int, **changes: Any) -> Point:
+def make_point(context: int, **changes: Any) -> Point:
     """Return a point of the tiny model, identified by its context."""
     fields: dict[str, Any] = {"model": "tiny", "tp": 2, "concurrency": 2, "backend": "reference", "dtype": "fp32"}
     return Point(context=context, ep="1", **(fields | changes))
 
 
-def job(
+def write_job(
     folder: Path,
     points: Sequence[Point],
     *,
@@ -65,10 +65,10 @@ def job(
 def add_event(job: Job, at: float, stage: str, point: Point | None = None, note: str = "") -> None:
     """Add one event."""
     event = Progress(stage=stage, key=point.get_key() if point else "", note=note, at=BEGAN + at)
-    add(job.get_progress_path(), msgspec.json.encode(event) + b"\n")
+    append_data(job.get_progress_path(), msgspec.json.encode(event) + b"\n")
 
 
-def record(
+def add_record(
     folder: Path, point: Point, *, start: float, seconds: float = 10, outcome: str = "ok", **changes: Any
 ) -> None:
     """Add a record; an ok one has 200 tok/s and 10 ms."""
@@ -88,23 +88,23 @@ def record(
         metrics=metrics if outcome == "ok" else None,
         **changes,
     )
-    add(folder / "records.jsonl", msgspec.json.encode(written) + b"\n")
+    append_data(folder / "records.jsonl", msgspec.json.encode(written) + b"\n")
 
 
 def add_finished_point(job: Job, folder: Path, point: Point, start: float, end: float) -> None:
     """Add a point from its first event to its last one, with its record."""
     add_event(job, start, "measure", point)
-    record(folder, point, start=start, seconds=end - start)
+    add_record(folder, point, start=start, seconds=end - start)
     add_event(job, end, "done", point, "10.00 ms/step")
 
 
-def add(path: Path, data: bytes) -> None:
+def append_data(path: Path, data: bytes) -> None:
     """Append to a file."""
     with path.open("ab") as file:
         file.write(data)
 
 
-def state(facts: Facts | Path, at: float, *, alive: str = COMMAND, began: float | None = 0, **more: Any) -> State:
+def make_state(facts: Facts | Path, at: float, *, alive: str = COMMAND, began: float | None = 0, **more: Any) -> State:
     """Return the state at that time, of a command that began at `began`."""
     found = facts if isinstance(facts, Facts) else Facts(facts)
     found.read_updates()

@@ -1,4 +1,4 @@
-"""Synthetic Kineto traces, event by event. Times are microseconds; none of these numbers was measured."""
+"""Build synthetic Kineto traces, event by event. Times are microseconds; none of these numbers was measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TO_GPU = "Memcpy HtoD (Pageable -> Device)"
 
 
 class Trace:
-    """A trace in the format of current torch."""
+    """Build a trace in the format of current torch versions."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -154,6 +154,6 @@ def scan_data(folder: Path, data: bytes | str, name: str = "trace.json") -> Repo
     return scan_traces([path], root=folder)
 
 
-def exit_code(report: Report, folder: Path) -> int:
+def compute_exit_code(report: Report, folder: Path) -> int:
     """Return the gate's exit code without any limit."""
     return compute_verdict(report, Gate(root=folder)).exit_code

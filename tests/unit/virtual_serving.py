@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.requests import Step
 
 
-def config(**changes: Any) -> SchedulerConfig:
+def make_config(**changes: Any) -> SchedulerConfig:
     """Return the configuration of one replica with room for 1,600 tokens, in chunks of 64."""
     plain = {
         "replicas": 1,
@@ -33,7 +33,7 @@ def config(**changes: Any) -> SchedulerConfig:
     return SchedulerConfig(**(plain | changes))
 
 
-def request(number: int, inputs: int = 32, outputs: int = 8, **changes: Any) -> ServeRequest:
+def make_request(number: int, inputs: int = 32, outputs: int = 8, **changes: Any) -> ServeRequest:
     """Return a request with a prompt that shares nothing with others'."""
     prompt = np.arange(inputs, dtype=np.int32) + 100_000 * number
     return ServeRequest(number=number, prompt=prompt, output_tokens=outputs, **changes)
@@ -48,7 +48,7 @@ def serve(
     **changes: Any,
 ) -> tuple[Traffic, StepCounts]:
     """Serve until all requests are done, or until the clock passes `until_s`; a step takes `seconds(step)`."""
-    scheduler = Scheduler(config(**changes))
+    scheduler = Scheduler(make_config(**changes))
     traffic, counts, now = Traffic(requests, scheduler, concurrency), StepCounts(), 0.0
     while not traffic.is_done and now < until_s:
         traffic.submit(*traffic.count_due(now), now)

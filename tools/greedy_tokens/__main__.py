@@ -38,7 +38,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.errors import DcpbenchError, UsageError
+from dcpbench.errors import UsageError
+from tools.command_line import parse_count, report_errors
 from tools.greedy_tokens.answers import Answers, check_same_weights, compute_sizes_key, read_answers
 from tools.greedy_tokens.comparison import decide
 from tools.greedy_tokens.engines import decode_own, fetch_answers, load_checked_shape
@@ -57,7 +58,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     model = commands.add_parser("model", help="write a small model folder without weights")
-    model.add_argument("folder", type=Path)
+    model.add_argument("folder", type=Path, help="folder to write")
     model.add_argument("--fp8", action="store_true", help="fp8 weights in blocks of 128 × 128")
     model.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of config.json")
     _add_engine_options(commands.add_parser("own", help="decode with dcpbench's engine; run by torchrun"), own=True)
@@ -75,28 +76,26 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def parse_count(text: str) -> int:
-    """Parse a positive whole number. Raise ArgumentTypeError for other text."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def _add_engine_options(part: argparse.ArgumentParser, *, own: bool) -> None:
     part.add_argument("--model", required=True, help="model folder without a checkpoint")
-    part.add_argument("--dcp", type=parse_count, default=1)
-    part.add_argument("--prompts", type=parse_count, default=64)
-    part.add_argument("--length", type=parse_count, default=64, help="tokens of the longest prompt")
-    part.add_argument("--new-tokens", type=parse_count, default=16)
+    part.add_argument("--dcp", type=parse_count, default=1, help="DCP degree; default: %(default)s")
+    part.add_argument("--prompts", type=parse_count, default=64, help="number of prompts; default: %(default)s")
     part.add_argument(
-        "--seed", type=int, default=0, help="seed of the prompts; DCPBENCH_WEIGHTS_SEED is that of the weights"
+        "--length", type=parse_count, default=64, help="tokens of the longest prompt; default: %(default)s"
+    )
+    part.add_argument("--new-tokens", type=parse_count, default=16, help="tokens of an answer; default: %(default)s")
+    part.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the prompts; default: %(default)s. DCPBENCH_WEIGHTS_SEED is the seed of the weights",
     )
     part.add_argument("-o", "--output", required=True, help="JSON file for the answers")
     if own:
         part.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="dtype of the computation")
     else:
         part.add_argument("--engine", required=True, help="vllm, sglang or an engine's file")
-        part.add_argument("--tp", type=parse_count, default=1)
+        part.add_argument("--tp", type=parse_count, default=1, help="tensor-parallel degree; default: %(default)s")
         part.add_argument("--exchange", default="", help="ag_rs or a2a; default: the engine's choice")
 
 
@@ -150,14 +149,5 @@ def read_judgement(path: Path, files: Sequence[Answers], other: Path) -> Judgeme
     return found
 
 
-def main() -> int:
-    """Run the command line; return its exit code."""
-    try:
-        return run_command(parse_arguments())
-    except DcpbenchError as e:
-        sys.stderr.write(f"{e}\n")
-        return int(e.exit_code)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report_errors(lambda: run_command(parse_arguments())))

@@ -1,10 +1,12 @@
 """Compare greedy tokens of engines with each other and with fp32, and decide whether the engines compute the same function.
 
-near-tie   two tokens differ, and their difference in fp32 is at most twice the largest change by rounding of the two likeliest
-           tokens; or rounding could change the chosen experts
-beyond     the difference in fp32 is larger: the engine with the less likely token is wrong
-rounding   mean difference of an engine's log-probabilities from fp32, over that of the model with the roundings of an engine, at
-           positions without near-ties of experts
+Terms:
+
+near-tie            Two tokens differ, and their fp32 log-probabilities differ by at most twice the largest change that rounding causes in the
+                    difference of the two likeliest tokens; or rounding could change the chosen experts.
+beyond a near-tie   The fp32 log-probabilities differ by more: the engine with the less likely token is wrong.
+rounding            The mean difference of an engine's log-probabilities from fp32, divided by that of the model with the roundings of an
+                    engine, at positions without near-ties of experts.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ DECISIVE = (BEYOND, ROUNDING)  # reasons for DIFFER; other reasons give UNDECIDE
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold two tokens of one position: of two engines behind the same tokens, or of an engine and of fp32."""
+    """Hold two different tokens of one position: those of two engines after the same tokens, or those of an engine and of fp32."""
 
     prompt: int
     position: int
@@ -70,13 +72,13 @@ class PairResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.near_ties / self.positions
 
     @property
-    def beyond(self) -> int:
+    def beyond_near_tie(self) -> int:
         """Return the number of differences beyond a near-tie."""
         return len(self.differences) - self.near_ties
 
 
 class EngineResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold the comparison of one engine with fp32 at all positions, behind the engine's tokens."""
+    """Hold the comparison of one engine with fp32 at all positions, each after the engine's own tokens."""
 
     name: str
     positions: int
@@ -91,7 +93,7 @@ class EngineResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.mean / self.rounding
 
     @property
-    def beyond(self) -> int:
+    def beyond_near_tie(self) -> int:
         """Return the number of tokens that differ from fp32's first token beyond a near-tie."""
         return sum(not one.near_tie for one in self.differences)
 
@@ -152,8 +154,14 @@ def decide(files: Sequence[Answers], judgement: Judgement) -> Verdict:
 
 def find_reasons(engines: Sequence[EngineResult], pairs: Sequence[PairResult]) -> list[Reason]:
     """Return the reasons against SAME, decisive reasons first."""
-    found = [Reason(kind=BEYOND, engines=[e.name], value=e.beyond, limit=0) for e in engines if e.beyond]
-    found += [Reason(kind=BEYOND, engines=[p.left, p.right], value=p.beyond, limit=0) for p in pairs if p.beyond]
+    found = [
+        Reason(kind=BEYOND, engines=[e.name], value=e.beyond_near_tie, limit=0) for e in engines if e.beyond_near_tie
+    ]
+    found += [
+        Reason(kind=BEYOND, engines=[p.left, p.right], value=p.beyond_near_tie, limit=0)
+        for p in pairs
+        if p.beyond_near_tie
+    ]
     found += [
         Reason(kind=ROUNDING, engines=[e.name], value=e.ratio, limit=MAX_ROUNDING)
         for e in engines
@@ -177,7 +185,7 @@ def find_reasons(engines: Sequence[EngineResult], pairs: Sequence[PairResult]) -
 
 
 def compare_with_fp32(one: Answers, judgement: Judgement, limit: float) -> EngineResult:
-    """Compare the tokens and log-probabilities of one engine with fp32, behind the engine's tokens."""
+    """Compare the tokens and log-probabilities of one engine with fp32 at each position after the engine's own tokens."""
     differences: list[Difference] = []
     errors: list[float] = []
     roundings: list[float] = []

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
     from tools.greedy_tokens.answers import Answers, WeightsKey
 
-BEST = 5  # number of fp32's likeliest tokens that a position keeps
+TOP_TOKENS = 5  # number of fp32's likeliest tokens that a position keeps
 ROUTING_FACTOR = (
     3.0  # possible change of router logits by rounding, in root mean squares: 4.2 standard deviations of a difference
 )
@@ -177,11 +177,11 @@ def list_tokens(files: Sequence[Answers], prompt: int, prefix: Sequence[int], pl
 def _select_positions(
     exact: Pass, rounded: Pass, ties_P: torch.Tensor, listed: Sequence[set[int]]
 ) -> list[ScoredPosition]:
-    """Return the answer's positions with the log-probabilities of the listed tokens and of the BEST likeliest."""
+    """Return the answer's positions with the log-probabilities of the listed tokens and of the TOP_TOKENS likeliest tokens."""
     rerouted_P, found = find_rerouted(exact, rounded), []
     for at, tokens in enumerate(listed):
         exact_V, rounded_V = exact.logprobs_PV[at], rounded.logprobs_PV[at]
-        ids = sorted(tokens | set(exact_V.topk(BEST).indices.tolist()))
+        ids = sorted(tokens | set(exact_V.topk(TOP_TOKENS).indices.tolist()))
         fp32, moved = (dict(zip(ids, row_V[ids].tolist(), strict=True)) for row_V in (exact_V, rounded_V))
         routing = {"rerouted": bool(rerouted_P[at]), "routing_tie": bool(rerouted_P[at] | ties_P[at])}
         found.append(ScoredPosition(fp32=fp32, rounded=moved, **routing))

@@ -1,4 +1,4 @@
-"""Define the fp32 scores of engines' answers, and their file."""
+"""Define the fp32 scores of answers, and the file that stores them."""
 
 from __future__ import annotations
 

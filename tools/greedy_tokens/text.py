@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from tools.greedy_tokens.comparison import Difference, Reason, Verdict
 
 FP32 = "fp32"
-DERIVED = {"engines": ("beyond", "ratio"), "pairs": ("near_ties", "near_tie_share", "beyond")}
+JSON_PROPERTIES = {"engines": ("beyond_near_tie", "ratio"), "pairs": ("near_ties", "near_tie_share", "beyond_near_tie")}
 """Properties that the JSON also has."""
 
 
 def format_json(found: Verdict) -> str:
     """Format the verdict as JSON, with each differing position."""
     fields = msgspec.to_builtins(found)
-    for part, names in DERIVED.items():
+    for part, names in JSON_PROPERTIES.items():
         for given, one in zip(fields[part], getattr(found, part), strict=True):
             given |= {name: getattr(one, name) for name in names}
     return json.dumps(fields, indent=1) + "\n"
@@ -36,7 +36,7 @@ def format_verdict(found: Verdict) -> str:
             [
                 (
                     f"{p.left} and {p.right}", f"{p.prompts}", f"{p.positions:,}", f"{p.equal:,}",
-                    f"{p.near_ties} ({p.near_tie_share:.1%})", f"{p.beyond}",
+                    f"{p.near_ties} ({p.near_tie_share:.1%})", f"{p.beyond_near_tie}",
                 )
                 for p in found.pairs
             ],
@@ -45,7 +45,7 @@ def format_verdict(found: Verdict) -> str:
             ("engine and fp32", "positions", "equal", "near-ties", "beyond a near-tie", "mean difference", "over rounding"),
             [
                 (
-                    e.name, f"{e.positions:,}", f"{e.equal:,}", f"{len(e.differences) - e.beyond}", f"{e.beyond}",
+                    e.name, f"{e.positions:,}", f"{e.equal:,}", f"{len(e.differences) - e.beyond_near_tie}", f"{e.beyond_near_tie}",
                     f"{e.mean:.4f}", f"{e.ratio:.2f}",
                 )
                 for e in found.engines

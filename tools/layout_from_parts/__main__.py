@@ -36,9 +36,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcpbench.errors import DcpbenchError, ExitCode, UsageError
+from dcpbench.errors import ExitCode, UsageError
 from dcpbench.models import load_shape
 from dcpbench.points.cluster_specs import load_machine
+from tools.command_line import parse_count, report_errors
 from tools.layout_from_parts.composition import forecast
 from tools.layout_from_parts.divided import SOURCES, write_divided_folder
 from tools.layout_from_parts.steps import Target, read_steps
@@ -57,28 +58,29 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     model = commands.add_parser("model", help="write a model folder with divided heads and widths")
-    model.add_argument("folder", type=Path)
+    model.add_argument("folder", type=Path, help="folder to write")
     model.add_argument("--divide", type=parse_count, required=True, help="divisor of heads, widths and vocabulary")
-    model.add_argument("--tp", type=parse_count, default=2, help="GPUs of the run, for a check of the widths of a rank")
-    model.add_argument("--layers", type=parse_count, default=8)
+    model.add_argument(
+        "--tp", type=parse_count, default=2, help="GPUs of the run, to check the widths of a rank; default: %(default)s"
+    )
+    model.add_argument("--layers", type=parse_count, default=8, help="number of layers; default: %(default)s")
     compose = commands.add_parser("compose", help="compose steps, and check the composition")
     compose.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs of dcpbench sweep --engine vllm")
-    compose.add_argument("--tp", type=parse_count, default=8)
-    compose.add_argument("--check-tp", type=parse_count, default=2, help="smaller degree with measured steps")
-    compose.add_argument("--concurrency", type=parse_counts, default=[8, 32], metavar="N,…")
-    compose.add_argument("--context", type=parse_count, default=32000)
-    compose.add_argument("--machine", default="H200", help="machine of the communication model")
+    compose.add_argument("--tp", type=parse_count, default=8, help="tensor-parallel degree; default: %(default)s")
+    compose.add_argument(
+        "--check-tp", type=parse_count, default=2, help="smaller degree with measured steps; default: %(default)s"
+    )
+    compose.add_argument(
+        "--concurrency", type=parse_counts, default=[8, 32], metavar="N,…", help="numbers of requests; default: 8,32"
+    )
+    compose.add_argument(
+        "--context", type=parse_count, default=32000, help="KV tokens of a request; default: %(default)s"
+    )
+    compose.add_argument("--machine", default="H200", help="machine of the communication model; default: %(default)s")
     compose.add_argument("--json", action="store_true", help="print the forecast as JSON")
     for part in (model, compose):
         part.add_argument("--source", choices=SOURCES, default="deepseek-v3", help="published model")
     return parser.parse_args(words)
-
-
-def parse_count(text: str) -> int:
-    """Parse a positive whole number. Raise ArgumentTypeError for other text."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def parse_counts(text: str) -> list[int]:
@@ -115,14 +117,5 @@ def run_command(args: argparse.Namespace) -> int:
     return ExitCode.OK if found.checks else ExitCode.NO_ANSWER
 
 
-def main() -> int:
-    """Run the command line; return its exit code."""
-    try:
-        return run_command(parse_arguments())
-    except DcpbenchError as e:
-        sys.stderr.write(f"{e}\n")
-        return int(e.exit_code)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report_errors(lambda: run_command(parse_arguments())))

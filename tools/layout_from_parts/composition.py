@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from tools.layout_from_parts.steps import MeasuredStep, Sources
 
 ALL_REDUCE, EXCHANGE = COMMUNICATION_PARTS
-IDLE = "no kernel"
-WHOLE_VOCABULARY = ("sampling", "elementwise")  # parts behind the gather of logits, which compute the whole vocabulary
-OF_DCP = ("merge", "copies", "KV cache write", IDLE)  # parts that an exchange changes
-MAX_IDLE = 0.1  # share of a step without a kernel above which the output states it
+NO_KERNEL = "no kernel"
+VOCABULARY_PARTS = ("sampling", "elementwise")  # parts after the gather of logits, which process the whole vocabulary
+DCP_PARTS = ("merge", "copies", "KV cache write", NO_KERNEL)  # parts that an exchange changes
+MAX_IDLE_SHARE = 0.1  # share of a step without a kernel above which the output states it
 ALL_REDUCE_CALL = "all-reduce-symm"
 """Call of the communication model for vLLM's `cross_device_reduce`: one kernel that reads the memory of peers, as ours does."""
 
@@ -67,7 +67,7 @@ class Composition(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def idle_share(self) -> float:
         """Return the share of the step in which no kernel runs."""
-        return sum(part.us for part in self.parts if part.name == IDLE) / self.us
+        return sum(part.us for part in self.parts if part.name == NO_KERNEL) / self.us
 
 
 class CheckedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ def compose(steps: Sequence[MeasuredStep], shape: ModelShape, known: CommModel, 
         target=target,
         layers=layers,
         parts=sorted([*measured, *modelled], key=lambda part: -part.us),
-        differences=list_backend_differences(sources.used),
+        differences=list_backend_differences(sources.steps),
     )
 
 
@@ -147,13 +147,13 @@ def _take_parts(sources: Sources, target: Target) -> Iterator[Part]:
 
     Attention depends on the heads of a DCP group and on the KV tokens of a rank, so with DCP it is that of all heads over a share.
     """
-    chosen = dict.fromkeys(WHOLE_VOCABULARY, sources.all_heads)
+    chosen = dict.fromkeys(VOCABULARY_PARTS, sources.all_heads)
     if sources.dcp is not None:
-        chosen |= dict.fromkeys(OF_DCP, sources.dcp) | {"attention": sources.all_heads}
-    names = dict.fromkeys(name for step in sources.used for name in (*step.phases.phase_us, IDLE))
+        chosen |= dict.fromkeys(DCP_PARTS, sources.dcp) | {"attention": sources.all_heads}
+    names = dict.fromkeys(name for step in sources.steps for name in (*step.phases.phase_us, NO_KERNEL))
     for name in names:
         step = chosen.get(name, sources.divided)
-        us = step.phases.idle_us if name == IDLE else step.phases.phase_us.get(name, 0.0)
+        us = step.phases.idle_us if name == NO_KERNEL else step.phases.phase_us.get(name, 0.0)
         if name not in COMMUNICATION_PARTS and us and not (name == "merge" and target.dcp == 1):
             yield Part(name=name, us=us, low_us=us, high_us=us, source=step.source)
 

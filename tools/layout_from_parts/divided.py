@@ -18,7 +18,7 @@ HEADS, EXPERT_WIDTH, DENSE_WIDTH, VOCAB = (
     "intermediate_size",
     "vocab_size",
 )
-DIVIDED = (HEADS, "num_key_value_heads", EXPERT_WIDTH, DENSE_WIDTH, VOCAB)
+DIVIDED_FIELDS = (HEADS, "num_key_value_heads", EXPERT_WIDTH, DENSE_WIDTH, VOCAB)
 """Fields that vLLM divides by its tensor parallel degree. The shared expert is as wide as `n_shared_experts` routed ones, and the
 vocabulary divides the embedding and the LM head. Each rank has all other sizes whole: the low-rank projections before the heads, the
 router, the number of experts, and the KV cache."""
@@ -43,14 +43,14 @@ def divide_config(source: str, divide: int, tp: int, layers: int) -> dict[str, A
     dense = min(config["first_k_dense_replace"], layers)
     return (
         config
-        | {name: config[name] // divide for name in DIVIDED}
+        | {name: config[name] // divide for name in DIVIDED_FIELDS}
         | {"num_hidden_layers": layers, "first_k_dense_replace": dense}
     )
 
 
 def _find_invalid_width(config: Mapping[str, Any], ranks: int) -> str:
     """Return a size of one of `ranks` ranks that vLLM cannot compute with fp8 weights; empty if there is none."""
-    for name in DIVIDED:
+    for name in DIVIDED_FIELDS:
         if config[name] % ranks:
             return f"{name} is {config[name]:,}, which {ranks} ranks do not divide"
     heads = config[HEADS] // ranks

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Phases, Record
 
 EXCHANGE = "ag_rs"  # the exchange whose calls are modelled; vLLM's default
-EVERYWHERE = ("hidden", "experts", "top_k", "latent", "kv_heads", "indexer_heads")  # sizes that no rank divides
-DIVIDED = ("heads", "moe_intermediate_size", "intermediate_size", "vocab")  # sizes that ranks divide
+UNDIVIDED_SIZES = ("hidden", "experts", "top_k", "latent", "kv_heads", "indexer_heads")  # sizes that no rank divides
+DIVIDED_SIZES = ("heads", "moe_intermediate_size", "intermediate_size", "vocab")  # sizes that ranks divide
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """Describe a measured step by what one of its ranks computes."""
+    """Describe a measured step by the work of one of its ranks."""
 
     run: str
     layout: str
@@ -71,12 +71,12 @@ class MeasuredStep:
 
     @property
     def is_prolonged(self) -> bool:
-        """Return True if the profiled step is longer than the timed one by so much that it contains waits of the profiler."""
+        """Return True if the profiled step is so much longer than the timed one that it contains waits of the profiler."""
         return is_prolonged(self.phases.step_us / self.step_us)
 
     @property
     def source(self) -> Source:
-        """Return what a rank computes."""
+        """Return the work of a rank."""
         point = self.record.point
         return Source(
             run=self.run,
@@ -94,11 +94,13 @@ class MeasuredStep:
     def computes_rank_of(self, shape: ModelShape, tp: int) -> bool:
         """Return True if a rank has the heads and widths that one of `tp` ranks has of the model."""
         point = self.record.point
-        return point.dcp == 1 and all(getattr(self.sizes, n) * tp == getattr(shape, n) * point.tp for n in DIVIDED)
+        return point.dcp == 1 and all(
+            getattr(self.sizes, n) * tp == getattr(shape, n) * point.tp for n in DIVIDED_SIZES
+        )
 
     def is_undivided(self, shape: ModelShape) -> bool:
         """Return True if the model's heads and widths are the published ones."""
-        return all(getattr(self.sizes, name) == getattr(shape, name) for name in DIVIDED)
+        return all(getattr(self.sizes, name) == getattr(shape, name) for name in DIVIDED_SIZES)
 
     def is_target(self, shape: ModelShape, target: Target) -> bool:
         """Return True if this step is a measurement of the target."""
@@ -121,7 +123,9 @@ def read_steps(folders: Sequence[Path], shape: ModelShape) -> list[MeasuredStep]
         and record.model_sizes is not msgspec.UNSET
         and record.phases is not None
         and isinstance(record.server, Server)
-        and all(getattr(record.model_sizes, name) == getattr(ModelSizes.from_shape(shape), name) for name in EVERYWHERE)
+        and all(
+            getattr(record.model_sizes, name) == getattr(ModelSizes.from_shape(shape), name) for name in UNDIVIDED_SIZES
+        )
     ]
     if not found:
         raise UsageError(
@@ -155,8 +159,8 @@ class Sources:
     dcp: MeasuredStep | None  # a layout with DCP, for the kernels around its exchange; None without DCP
 
     @property
-    def used(self) -> list[MeasuredStep]:
-        """Return the steps."""
+    def steps(self) -> list[MeasuredStep]:
+        """Return all measured steps."""
         return [step for step in (self.divided, self.all_heads, self.dcp) if step is not None]
 
 
@@ -190,7 +194,7 @@ def find_sources(steps: Sequence[MeasuredStep], shape: ModelShape, target: Targe
         raise _make_missing_error(target, what, "--divide 1 --tp 1", f"--tp 1 --context {share}")
     whole = [s for s in own if s.is_undivided(shape)]
     found = Sources(divided=divided[0], all_heads=all_heads[0], dcp=_find_dcp(whole, target))
-    _check_equal_settings(found.used)
+    _check_equal_settings(found.steps)
     return found
 
 

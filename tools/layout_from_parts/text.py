@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.show.text import format_count
-from tools.layout_from_parts.composition import MAX_IDLE
+from tools.layout_from_parts.composition import MAX_IDLE_SHARE
 
 if TYPE_CHECKING:
     from tools.layout_from_parts.composition import Composition, Forecast, Part
@@ -93,6 +93,6 @@ def _list_limits(found: Forecast) -> list[str]:
         f"{_format_target(step.target)}: no kernel runs in {step.idle_share:.0%} of the step; waits for the host may be among "
         "these gaps, and longer steps of more layers have fewer."
         for step in compositions
-        if step.idle_share > MAX_IDLE
+        if step.idle_share > MAX_IDLE_SHARE
     ]
     return texts + list(dict.fromkeys(sentence for step in compositions for sentence in step.differences))

@@ -29,17 +29,17 @@ from tools.multi_gpu.engine_parts import EnginePlan
 from tools.multi_gpu.parts import Part, Plan, make_rehearsal
 from tools.multi_gpu.running import Runner, print_line
 
-PLANNED = {2: "H100", 4: "H200", 8: "H200"}
-KNOWN = ("H200", "H100")
+DEFAULT_GPUS = {2: "H100", 4: "H200", 8: "H200"}
+KNOWN_GPUS = ("H200", "H100")
 
 
 def detect_gpu(gpus: int) -> str:
     """Return the GPU of this machine by its name in `dcpbench machines`; without a known GPU, the planned one."""
     if shutil.which("nvidia-smi") is None:
-        return PLANNED[gpus]
+        return DEFAULT_GPUS[gpus]
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     names = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return next((name for name in KNOWN if name in names), PLANNED[gpus])
+    return next((name for name in KNOWN_GPUS if name in names), DEFAULT_GPUS[gpus])
 
 
 def list_devices(gpus: int) -> list[str]:
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tools.multi_gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--gpus", type=int, choices=PLANNED, required=True)
+    parser.add_argument("--gpus", type=int, choices=DEFAULT_GPUS, required=True)
     parser.add_argument("--minutes", type=float, default=25.0, help="deadline of this call; default: %(default)s")
     parser.add_argument("--only", default="", help="parts, separated by commas; default: all")
     parser.add_argument("--gpu", default="", help="H100 or H200; default: the GPU of this machine")

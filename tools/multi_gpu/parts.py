@@ -9,27 +9,29 @@ from pathlib import Path
 from tools import emulation_live
 
 ROOT = Path(__file__).parents[2]
-MARK = "mark.gpu"
+GPU_MARK = "mark.gpu"
 V3, K2 = "deepseek-v3", "kimi-k2"
-EIGHT = 8
+MAX_GPUS = 8
 FP8, BF16 = "--weights-dtype fp8 --kv-dtype fp8", "--weights-dtype bf16 --kv-dtype bf16"
 MIXED = ("--weights-dtype fp8 --kv-dtype bf16", "--weights-dtype bf16 --kv-dtype fp8")
-NAMES = {FP8: "fp8", BF16: "bf16", MIXED[0]: "fp8-bf16", MIXED[1]: "bf16-fp8"}
+PRECISION_NAMES = {FP8: "fp8", BF16: "bf16", MIXED[0]: "fp8-bf16", MIXED[1]: "bf16-fp8"}
 EXCHANGES = "ag_rs,symm,a2a"
 POINT_MINUTES, ENGINE_MINUTES = (
     0.08,
     0.8,
 )  # minutes of a decode point (2 to 6 s on 4 H200), and of an engine (job 15 s, engine 4 s)
 REQUESTS = "--num-requests 120 --input-tokens uniform:1000-4000 --output-tokens uniform:20-60"
-TURNS = (
+SESSIONS = (
     "--concurrency 16 --num-requests 48 --input-tokens uniform:1000-3000 --output-tokens uniform:20-60"
     " --sessions turns=3,tokens=uniform:100-300,think=0.5"
 )
-SEED = "--num-requests 480 --input-tokens 4000 --output-tokens 1500 --concurrency 8,32,48"
+STEP_TIMES_LOAD = "--num-requests 480 --input-tokens 4000 --output-tokens 1500 --concurrency 8,32,48"
 RATES = {2: "1.6,2.7", 4: "3.4,5.4", 8: "6.8,10.8"}  # requests/s by GPUs; the second is near the maximum of 2 and 4
-KV = {"H200": "100GiB", "H100": "30GiB"}  # KV memory of a grid; a smaller pool lets engines start sooner
-BF16_KV = KV | {"H200": "90GiB"}  # KV memory in bf16; a larger pool leaves no memory for Kimi-K2 on two GPUs
-SERVED_KV = {"H200": "40GiB", "H100": "20GiB"}
+KV_MEMORY = {"H200": "100GiB", "H100": "30GiB"}  # KV memory of a grid; a smaller pool lets engines start sooner
+BF16_KV_MEMORY = KV_MEMORY | {
+    "H200": "90GiB"
+}  # KV memory in bf16; a larger pool leaves no memory for Kimi-K2 on two GPUs
+SERVED_KV_MEMORY = {"H200": "40GiB", "H100": "20GiB"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +79,14 @@ class Plan:
         self.loads = {
             "closed": f"--concurrency 8,32 {REQUESTS}",
             "open": f"--request-rate {RATES[gpus]} --concurrency 48 {REQUESTS}",
-            "turns": TURNS,
+            "turns": SESSIONS,
         }
-        """Loads whose step times the load SEED measures: their requests are no longer and no more numerous."""
+        """Loads that can be replayed with the step times of STEP_TIMES_LOAD, because their requests are no longer and no more numerous."""
         self.grid_kv, self.bf16_kv, self.served_kv = (
-            f"--kv-memory {memory[gpu]}" for memory in (KV, BF16_KV, SERVED_KV)
+            f"--kv-memory {memory[gpu]}" for memory in (KV_MEMORY, BF16_KV_MEMORY, SERVED_KV_MEMORY)
         )
-        self.machine = folder / "comm" / emulation_live.MACHINE
-        self.dcps = ",".join(str(d) for d in (1, 2, 4, 8) if d <= gpus and (gpus < EIGHT or d in (1, EIGHT)))
+        self.machine = folder / "comm" / emulation_live.MACHINE_FILE
+        self.dcps = ",".join(str(d) for d in (1, 2, 4, 8) if d <= gpus and (gpus < MAX_GPUS or d in (1, MAX_GPUS)))
 
     def list_parts(self) -> list[Part]:
         """Return the parts, the most valuable first."""
@@ -123,14 +125,14 @@ class Plan:
         for precision in (BF16, FP8):
             requests = 24 if precision == BF16 and self.gpu == "H100" else 32  # 80 GB hold no more
             options = f"--model {V3} --tp {self.n} --dcp 1 --concurrency {requests} --context 32000 --seconds 1"
-            found.append(self.make_sweep("steps", NAMES[precision], f"{options} {precision}", 1))
+            found.append(self.make_sweep("steps", PRECISION_NAMES[precision], f"{options} {precision}", 1))
         return Part("steps", "32 × 32,000 in bf16 (24 on 80 GB) and in fp8", tuple(found))
 
     def make_hangs_part(self) -> Part:
         """Return the injected hangs, each with a separate command, so that a hang that does not end leaves the others alone."""
         return Part(
             "hangs",
-            "one faulty rank: whether the diagnosis names it, and after which time",
+            "injected hangs: checks that the diagnosis names the faulty rank, and how soon",
             tuple(
                 Command(
                     "tools.hangs",
@@ -167,7 +169,7 @@ class Plan:
             )
             for model in (V3, K2)
         ]
-        options = f"{self.format_dcp_options()} {SEED} --mode replay {emulate}"
+        options = f"{self.format_dcp_options()} {STEP_TIMES_LOAD} --mode replay {emulate}"
         found.append(self.make_serve("emulated", "times", options, 2.7, only_one=True))
         return Part("emulated", "points emulated on one GPU, with communication times from benches", tuple(found))
 
@@ -184,7 +186,7 @@ class Plan:
         return Part("served", "served loads, live", tuple(live))
 
     def make_replays_part(self) -> Part:
-        """Return replays of the loads with step times of the load SEED, measured on all GPUs and emulated on one."""
+        """Return replays of the loads with the step times of STEP_TIMES_LOAD, measured on all GPUs and emulated on one."""
         found = []
         for name, run in (("replay", self.folder / "seed" / V3), ("emulated", self.folder / "emulated" / "times")):
             times = f"{run}/step-times/*-dcp{self.n}-*.json"
@@ -198,16 +200,16 @@ class Plan:
     def make_grid_part(self, part: str, *models: str, precision: str = FP8) -> Part:
         """Return the grid that compares layouts with and without DCP: a command per model, with all layouts in one job."""
         found = []
-        concurrency, loads = ("8,32,48,128", 9) if self.n == EIGHT else ("8,32", 5)
+        concurrency, loads = ("8,32,48,128", 9) if self.n == MAX_GPUS else ("8,32", 5)
         contexts = "4000,32000" if precision == BF16 else "4000,32000,128000"
         for model in models or (V3, K2):
-            exchanges = EXCHANGES if self.n == EIGHT or (model, precision) == (V3, FP8) else "ag_rs,symm"
+            exchanges = EXCHANGES if self.n == MAX_GPUS or (model, precision) == (V3, FP8) else "ag_rs,symm"
             layouts = 2 + len(exchanges.split(",")) * (len(self.dcps.split(",")) - 1)
             options = f"--model {model} --tp {self.n} {precision} --concurrency {concurrency} --context {contexts}"
             options += f" --dp 1,{self.n} --dcp {self.dcps} --exchange {exchanges} --seconds 0.5"
             options += f" {self.bf16_kv if precision == BF16 else self.grid_kv}"
-            found.append(self.make_sweep(part, f"{model}-{NAMES[precision]}", options, loads * layouts))
-        return Part(part, f"decode over requests × context, {NAMES[precision]}", tuple(found))
+            found.append(self.make_sweep(part, f"{model}-{PRECISION_NAMES[precision]}", options, loads * layouts))
+        return Part(part, f"decode over requests × context, {PRECISION_NAMES[precision]}", tuple(found))
 
     def make_experts_part(self) -> Part:
         """Return expert-parallel and tensor-parallel experts at three loads."""
@@ -231,7 +233,9 @@ class Plan:
         """Return all tests that need a GPU. Only files with such tests are named, because each worker collects all named
         files first.
         """
-        files = [str(f.relative_to(ROOT)) for f in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in f.read_text()]
+        files = [
+            str(f.relative_to(ROOT)) for f in sorted((ROOT / "tests").rglob("test_*.py")) if GPU_MARK in f.read_text()
+        ]
         workers = ("-n", "12", "--dist", "worksteal", "-p", "no:benchmark")  # a plugin that warns if there are workers
         arguments = ("-m", "gpu", *workers, "--durations=15", "-q", *files)
         return Part("tests", "all tests that need a GPU", (Command("pytest", arguments, 1.5, "gpu"),))
@@ -242,7 +246,7 @@ class Plan:
             self.make_serve(
                 part,
                 model,
-                f"--model {model} --tp {self.n} {FP8} {self.served_kv} {SEED} --mode replay --dp 1,{self.n} --dcp 1,{self.n} --exchange symm",
+                f"--model {model} --tp {self.n} {FP8} {self.served_kv} {STEP_TIMES_LOAD} --mode replay --dp 1,{self.n} --dcp 1,{self.n} --exchange symm",
                 7.0,
             )
             for model in models
@@ -274,17 +278,17 @@ class Plan:
             for model in (V3, K2):
                 options = f"--model {model} --tp {self.n} {precision} --seconds 0.5 --dcp {self.dcps}"
                 options += f" --concurrency 8,32,128 --context 4000,32000 --exchange {EXCHANGES}"
-                found.append(self.make_sweep("more", f"{model}-{NAMES[precision]}-wide", options, 20))
+                found.append(self.make_sweep("more", f"{model}-{PRECISION_NAMES[precision]}-wide", options, 20))
         for model in (V3, K2):
             for precision in MIXED:
                 options = f"--model {model} --tp {self.n} {precision} --seconds 0.5"
                 options += f" --concurrency 8,32,128 --context 4000,32000 --dcp 1,{self.n} --exchange ag_rs,symm"
-                found.append(self.make_sweep("more", f"{model}-{NAMES[precision]}", options, 16))
+                found.append(self.make_sweep("more", f"{model}-{PRECISION_NAMES[precision]}", options, 16))
         for precision in (FP8, BF16):
             for model in (V3, K2):
                 options = f"--model {model} --tp {self.n} {precision} --seconds 0.5 --ep tp"
                 options += f" --concurrency 8,32,128 --context 32000,128000 --dcp 1,{self.n} --exchange {EXCHANGES}"
-                found.append(self.make_sweep("more", f"{model}-{NAMES[precision]}-ep", options, 16))
+                found.append(self.make_sweep("more", f"{model}-{PRECISION_NAMES[precision]}-ep", options, 16))
         return Part(
             "more",
             "the rest of the grid: a2a, 128 requests, mixed precisions, tensor-parallel experts at long contexts",
@@ -298,12 +302,12 @@ TINY = {  # options of a rehearsal; options with an empty value are left out
     "--request-rate": "20", "--kv-memory": "", "--weights-dtype": "", "--kv-dtype": "", "--backend": "",
     "--heads": "8", "--requests": "1,2",
 }  # fmt: skip
-NO_REHEARSAL = ("calibrate",)  # commands that a rehearsal skips: a CPU has no times for a machine file
+NOT_REHEARSED = ("calibrate",)  # commands that a rehearsal skips: a CPU has no times for a machine file
 
 
 def make_rehearsal(command: Command, like: str) -> Command | None:
     """Return the command with a tiny model on the CPU; None if it cannot run there. `like` is a built-in machine."""
-    if command.name in NO_REHEARSAL:
+    if command.name in NOT_REHEARSED:
         return None
     arguments = list(command.arguments)
     if command.program == "pytest":

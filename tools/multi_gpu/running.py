@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from tools.multi_gpu.parts import Command, Part
 
-STATE = "state.json"
-MIN_SHARE = 0.5  # share of a command's estimate that must be left to start it; sweeps can be resumed
-MAX_FACTOR = 1.7  # maximum time of a command over its estimate
-ATTEMPTS = 2
+STATE_FILE = "state.json"
+MIN_TIME_SHARE = 0.5  # share of a command's estimate that must be left to start it; sweeps can be resumed
+MAX_TIME_FACTOR = 1.7  # maximum time of a command over its estimate
+MAX_ATTEMPTS = 2
 POLL_INTERVAL_S = 0.5  # interval in s at which a command checks whether the whole run was stopped
 GRACE_S = 25.0  # maximum time in s for a command to save its results after a signal
-DONE, FAILED, CUT, SKIPPED = "done", "failed", "cut off", "skipped"
+DONE, FAILED, CUT_OFF, SKIPPED = "done", "failed", "cut off", "skipped"
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -54,7 +54,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / STATE
+        path = self.folder / STATE_FILE
         self.state = msgspec.json.decode(path.read_bytes(), type=dict[str, Outcome]) if path.exists() else {}
         self.lock, self.stop = threading.Lock(), threading.Event()
 
@@ -66,7 +66,7 @@ class Runner:
     def run(self, parts: Sequence[Part]) -> None:
         """Run all commands that are not done, in order. Consecutive commands that use one GPU run in parallel."""
         for part in parts:
-            ends = time.monotonic() + MAX_FACTOR * 60 * part.minutes
+            ends = time.monotonic() + MAX_TIME_FACTOR * 60 * part.minutes
             for alone, commands in itertools.groupby(part.commands, key=lambda command: command.only_one):
                 if alone:
                     self.run_in_parallel(part, list(commands), ends)
@@ -102,7 +102,7 @@ class Runner:
         key = f"{part.name}/{command.name}"
         with self.lock:
             outcome = self.state.setdefault(key, Outcome(what=SKIPPED))
-        if outcome.what == DONE or outcome.attempts >= ATTEMPTS:
+        if outcome.what == DONE or outcome.attempts >= MAX_ATTEMPTS:
             print_line(f"{key}: {outcome.what} after {outcome.attempts} attempts; not run again")
             return
         if missing := [word for word in command.arguments if "*" in word and not expand_pattern(word)]:
@@ -110,12 +110,12 @@ class Runner:
             print_line(f"{key}: skipped, {outcome.note}")
             return
         left = min(self.left_s, ends - time.monotonic())
-        if left < MIN_SHARE * 60 * command.minutes:
+        if left < MIN_TIME_SHARE * 60 * command.minutes:
             whose = "the run" if self.left_s <= ends - time.monotonic() else "this part's share"
             outcome.note = f"{max(left, 0) / 60:.1f} min of {whose} left, it takes about {command.minutes:.1f}"
             print_line(f"{key}: skipped, {outcome.note}")
         else:
-            self.run_one(key, command, outcome, min(left, MAX_FACTOR * 60 * command.minutes), device)
+            self.run_one(key, command, outcome, min(left, MAX_TIME_FACTOR * 60 * command.minutes), device)
         with self.lock:
             self.save_state()
 
@@ -138,14 +138,14 @@ class Runner:
         )
         outcome.attempts += not cut
         outcome.cut += cut
-        outcome.what = CUT if cut else FAILED if code else DONE
+        outcome.what = CUT_OFF if cut else FAILED if code else DONE
         print_line(f"{key}: {outcome.what} (exit code {code}) after {outcome.seconds:.0f} s; {log}")
 
     def save_state(self) -> None:
         """Write the state to its file."""
-        new = self.folder / f"{STATE}.new"
+        new = self.folder / f"{STATE_FILE}.new"
         new.write_bytes(msgspec.json.format(msgspec.json.encode(self.state), indent=1))
-        new.replace(self.folder / STATE)
+        new.replace(self.folder / STATE_FILE)
 
 
 def list_arguments(command: Command) -> list[str]:

@@ -22,10 +22,10 @@ from tools.syncs.speed import Speed, measure_programs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-WRONG = 1
-MEASURE = "tools.syncs.corpus.measure"
-RESULT = "corpus.json"
-WRITTEN_BY = "name a corpus.json that `python -m tools.syncs corpus --keep FOLDER` wrote"
+FAILURE_CODE = 1
+MEASURE_MODULE = "tools.syncs.corpus.measure"
+RECORD_FILE = "corpus.json"
+RECORD_REMEDY = "name a corpus.json that `python -m tools.syncs corpus --keep FOLDER` wrote"
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
@@ -57,7 +57,7 @@ def run_corpus(
     else:
         write_output(output_options.output, text, force=output_options.force)
         sys.stderr.write(f"Wrote {output_options.output}\n")
-    return WRONG if any(find_failures(run) for run in runs) else 0
+    return FAILURE_CODE if any(find_failures(run) for run in runs) else 0
 
 
 def _validate_check(text: str) -> None:
@@ -97,20 +97,20 @@ def _run_in_process(keep: Path | None, vllm_checks: Sequence[str]) -> list[Corpu
         except OSError as e:
             raise OutputError(f"{folder} cannot be created: {e.strerror}; name another folder with --keep") from None
         done = subprocess.run(
-            [sys.executable, "-m", MEASURE, str(folder), *vllm_checks], check=False, stdout=sys.stderr
+            [sys.executable, "-m", MEASURE_MODULE, str(folder), *vllm_checks], check=False, stdout=sys.stderr
         )
         if done.returncode:
             raise DcpbenchError("the corpus did not run to its end; its output is above")
-        return _read_record(folder / RESULT)
+        return _read_record(folder / RECORD_FILE)
 
 
 def _read_record(path: Path) -> list[CorpusRun]:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=list[CorpusRun] | CorpusRun)
     except OSError as e:
-        raise UsageError(f"{path} cannot be read: {e.strerror}; {WRITTEN_BY}") from None
+        raise UsageError(f"{path} cannot be read: {e.strerror}; {RECORD_REMEDY}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise UsageError(f"{path} is not a record of a corpus run ({e}); {WRITTEN_BY}") from None
+        raise UsageError(f"{path} is not a record of a corpus run ({e}); {RECORD_REMEDY}") from None
     return found if isinstance(found, list) else [found]
 
 

@@ -20,8 +20,8 @@ from tools.syncs.engine_core import FUNCTION, NAME
 ROOT = Path(__file__).parents[2]
 WARMUP, RECORDED = 3, 6
 RUNNER = "vllm.v1.worker.gpu_model_runner"
-ANCHOR = "        # Sample the next token and get logprobs if needed.\n"
-INJECTED = "        if logits is not None: logits.max().item()\n"
+ANCHOR_LINE = "        # Sample the next token and get logprobs if needed.\n"
+INJECTED_LINE = "        if logits is not None: logits.max().item()\n"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -41,7 +41,7 @@ CONFIG = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-OFFLINE = """
+VLLM_PROGRAM = """
 import sys
 
 if __name__ == "__main__":
@@ -60,7 +60,7 @@ if __name__ == "__main__":
     outputs = llm.generate([{"prompt_token_ids": list(range(2, 34))} for _ in range(2)], sampling)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [16, 16]
 """
-REPLACE = """
+SITECUSTOMIZE = """
 import importlib.util
 import sys
 
@@ -93,7 +93,7 @@ def check_vllm(method: str) -> list[str]:
         env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         (home / "model").mkdir()
         (home / "model" / "config.json").write_text(json.dumps(CONFIG))
-        (home / "offline.py").write_text(OFFLINE)
+        (home / "offline.py").write_text(VLLM_PROGRAM)
         step = ["--step", f"{RUNNER}:GPUModelRunner.sample_tokens"]
         report = _run_syncs([sys.executable, str(home / "offline.py"), str(home / "model")], step, env)
     return _check_site(report, "_sample", "SYNC001")
@@ -103,12 +103,12 @@ def _replace_model_runner(home: Path) -> str:
     """Write a copy of the model runner with the wait; return the PYTHONPATH with which processes load it."""
     (package,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
     source = Path(package, "v1/worker/gpu_model_runner.py").read_text()
-    assert source.count(ANCHOR) == 1, "the model runner of this version of vLLM has another text"
+    assert source.count(ANCHOR_LINE) == 1, "the model runner of this version of vLLM has another text"
     copy = home / "gpu_model_runner.py"
-    copy.write_text(source.replace(ANCHOR, INJECTED + ANCHOR))
+    copy.write_text(source.replace(ANCHOR_LINE, INJECTED_LINE + ANCHOR_LINE))
     hook = home / "hook"
     hook.mkdir()
-    (hook / "sitecustomize.py").write_text(REPLACE.format(module=RUNNER, file=str(copy)))
+    (hook / "sitecustomize.py").write_text(SITECUSTOMIZE.format(module=RUNNER, file=str(copy)))
     return os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH", "")])])
 
 

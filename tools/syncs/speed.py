@@ -22,7 +22,15 @@ from dcpbench.syncs.traces.other_formats import GZIP_MAGIC
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-SHIFTED = ("correlation", "External id", "external id", "Python id", "Python parent id", "Ev Idx", "Record function id")
+ID_FIELDS = (
+    "correlation",
+    "External id",
+    "external id",
+    "Python id",
+    "Python parent id",
+    "Ev Idx",
+    "Record function id",
+)
 """Fields of `args` with numbers that identify an event."""
 SCAN = "scan"
 PAUSE_US = 100.0  # time between two copies of a trace
@@ -168,7 +176,7 @@ def _format_reason(error: Exception) -> str:
 
 
 def _list_ids(event: dict[str, Any]) -> Iterator[int]:
-    values = [event.get("id"), *((event.get("args") or {}).get(name) for name in SHIFTED)]
+    values = [event.get("id"), *((event.get("args") or {}).get(name) for name in ID_FIELDS)]
     return (v for v in values if isinstance(v, int))
 
 
@@ -181,7 +189,7 @@ def _shift_event(event: dict[str, Any], copies: int, span: float, ids: int) -> d
         later["id"] += copies * ids
     args = later.get("args")
     if args:
-        later["args"] = {k: v + copies * ids if k in SHIFTED and isinstance(v, int) else v for k, v in args.items()}
+        later["args"] = {k: v + copies * ids if k in ID_FIELDS and isinstance(v, int) else v for k, v in args.items()}
     return later
 
 

@@ -1,7 +1,7 @@
-"""Emulate `torch.cuda.set_sync_debug_mode` in a dry run: it warns, or raises, at the waits at which it does on a GPU.
+"""Emulate `torch.cuda.set_sync_debug_mode` in a dry run: warn, or raise, at the same waits as on a GPU.
 
-On a GPU the mode sees the streams for which torch itself waits: neither events, the device and cudaFree nor copies through pageable
-memory that are non-blocking. The published record of the corpus has its counts on an H200, and a test compares them.
+On a GPU the mode reports waits of torch for a stream. It reports no waits for events, for the device or in cudaFree, and no non-blocking
+copies through pageable memory. A test compares the emulated reports with those of an H200 in the published record of the corpus.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 
 TEXT = "called a synchronizing CUDA operation"
 MODES = {"default": 0, "warn": 1, "error": 2}
-SEEN = "cudaStreamSynchronize"
-DISPATCH = ("_ops.py", "_python_dispatch.py", "overrides.py")  # files of torch with frames that only a dry run has
+REPORTED_CALL = "cudaStreamSynchronize"
+DISPATCH_FILES = (
+    "_ops.py",
+    "_python_dispatch.py",
+    "overrides.py",
+)  # files of torch with frames that only a dry run has
 
 
 class DebugMode:
@@ -45,12 +49,12 @@ class DebugMode:
 
     def report(self, sync: Sync) -> None:
         """Warn at the line that waits, or raise RuntimeError, if the mode sees this wait."""
-        if not self.mode or sync.call != SEEN or sync.may_block:
+        if not self.mode or sync.call != REPORTED_CALL or sync.may_block:
             return
         if self.mode == MODES["error"]:
             raise RuntimeError(TEXT)
-        at = next(f for f in reversed(sync.frames) if Path(f.file).name not in DISPATCH)
-        # Python's own memory of warnings is lost in a dry run, where torch changes the filters again and again.
+        at = next(f for f in reversed(sync.frames) if Path(f.file).name not in DISPATCH_FILES)
+        # Python forgets which lines have warned, because torch changes the warning filters often in a dry run.
         if warnings.filters[0][0] == "always" or (at.file, at.line) not in self.shown:
             self.shown.add((at.file, at.line))
             warnings.warn_explicit(TEXT, UserWarning, at.file, at.line)

@@ -67,7 +67,7 @@ def _measure_gpu(run: CorpusRun, folder: Path, checks: Sequence[str]) -> None:
     for truth, p in zip(run.programs, PROGRAMS, strict=True):
         truth.held_up_ms = min(_measure_held_ms(p, device) for _ in range(3))
     run.detectors["set_sync_debug_mode"] = _run_debug_mode_on_all(device)
-    # This precedes live detection, because torch's callbacks stay, and lose an exception that is raised while memory is freed.
+    # The checks run before live detection: torch keeps its callbacks, and they lose an exception that is raised while memory is freed.
     _check_all(run, checks, device)
     for name, (sync, stacks) in TRACES.items():
         path = folder / f"corpus-{name}.json"
@@ -144,11 +144,11 @@ def _run_vllm_check(file: Path, mode: str, device: torch.device) -> dict[str, Se
         for p in PROGRAMS:
             inputs = make_inputs(device)
             torch.cuda.synchronize()
-            seen[p.name] = attribute(check(functools.partial(p.run, inputs)), p)
+            seen[p.name] = attribute_reports(check(functools.partial(p.run, inputs)), p)
     return seen
 
 
-def attribute(reports: Reports, p: Program) -> Seen:
+def attribute_reports(reports: Reports, p: Program) -> Seen:
     """Return the reports as findings: reports of copies are hazards in a program with hazards, otherwise waits."""
     syncs, hazards = ([], [""] * reports.copies) if p.hazards else ([""] * reports.copies, [])
     return Seen(syncs=[""] * reports.syncs + syncs, hazards=hazards)
@@ -176,7 +176,7 @@ def _record_trace(path: Path, device: torch.device, *, sync: bool, stacks: bool)
     with torch.profiler.profile(activities=activities, with_stack=stacks, experimental_config=config) as profiler:
         for p in PROGRAMS:
             inputs = make_inputs(device)
-            # Otherwise a program that empties the cache frees the memory of other programs.
+            # Empty the cache, so that a program that does so frees no memory of other programs.
             torch.cuda.empty_cache()
             torch.cuda.synchronize()
             torch.cuda._sleep(SHORT_CYCLES)  # noqa: SLF001

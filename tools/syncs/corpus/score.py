@@ -27,7 +27,9 @@ class Truth(msgspec.Struct, kw_only=True):
     name: str
     expected: list[str] = []
     hazards: list[str] = []
-    held_up_ms: float | None = None  # ms until the host came back, behind `queued_ms` of GPU work; None: no GPU
+    held_up_ms: float | None = (
+        None  # ms until the program returned, after `queued_ms` of GPU work was queued; None without a GPU
+    )
 
 
 class CorpusRun(msgspec.Struct, kw_only=True):
@@ -149,7 +151,7 @@ def _format_runs(runs: Sequence[CorpusRun]) -> str:
 
 
 def _name_detectors(runs: Sequence[CorpusRun]) -> Iterator[tuple[CorpusRun, list[str]]]:
-    """Yield each run with the names of its detectors, with the machine for runs on another than the first one's."""
+    """Yield each run with the names of its detectors, which have the device's name if it differs from that of the first run."""
     for run in runs:
         suffix = "" if run.device == runs[0].device else f" ({run.device})"
         yield run, [f"{name}{suffix}" for name in run.detectors]

@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NAMED = re.compile(  # text in the docstring of a synchronising function
+SYNC_PATTERN = re.compile(  # text in the docstring of a synchronising function
     r"synchroni[sz]|(?:CPU-GPU|GPU -> CPU) sync|\bblock(?:s|ing)? the (?:cpu|current) thread", re.IGNORECASE
 )
 MODULES = (  # namespaces with the functions that the documentation describes
@@ -69,12 +69,12 @@ UNMEASURED = {  # functions with such a docstring that are not measured, with th
 }
 
 
-def find_named() -> Iterator[str]:
+def find_documented_names() -> Iterator[str]:
     """Yield the functions of the installed torch with a docstring that mentions synchronisation."""
     for module in MODULES:
         holder = _find(module)
         for name in sorted(vars(holder) if inspect.isclass(holder) else dir(holder)):
-            if not name.startswith("_") and NAMED.search(_get_docstring(holder, name)):
+            if not name.startswith("_") and SYNC_PATTERN.search(_get_docstring(holder, name)):
                 yield f"{module}.{name}"
 
 

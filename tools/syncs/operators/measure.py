@@ -31,12 +31,12 @@ QUEUED_CYCLES = 20_000_000  # about 10 ms on an H200
 MARGIN_S = 0.002  # time before and after a call, for events without a link to an operator
 WARNING = "called a synchronizing CUDA operation"
 MAX_CALLS = 12  # measured calls of one overload in one group
-MAX_CALLS_IN_ALL = 60  # measured calls of one overload in one process
+MAX_PROCESS_CALLS = 60  # measured calls of one overload in one process
 MAX_GROUP_S = 20.0
 RANGE = "dcpbench#"
 
 
-IN_ALL: collections.Counter[str] = collections.Counter()  # calls of each overload in this process
+PROCESS_CALLS: collections.Counter[str] = collections.Counter()  # calls of each overload in this process
 
 
 def measure_queued_ms() -> float:
@@ -94,8 +94,8 @@ class Leaves(TorchDispatchMode):
         if not on_gpu or not isinstance(func, torch._ops.OpOverload) or torch.cuda.is_current_stream_capturing():
             return func(*args, **kwargs)
         self.seen[str(func)] += 1
-        IN_ALL[str(func)] += 1
-        if self.seen[str(func)] > MAX_CALLS or IN_ALL[str(func)] > MAX_CALLS_IN_ALL:
+        PROCESS_CALLS[str(func)] += 1
+        if self.seen[str(func)] > MAX_CALLS or PROCESS_CALLS[str(func)] > MAX_PROCESS_CALLS:
             return func(*args, **kwargs)
         return self.meter.time(str(func), lambda: func(*args, **kwargs), leaf=True)
 
@@ -115,7 +115,7 @@ def measure_group(group: str) -> dict[str, Any]:
                 if case is None:
                     break
                 _measure_case(case, meter, seen)
-            except Exception as error:  # an exception of one operator must not end the others
+            except Exception as error:  # continue with other operators after an exception
                 failed.append(f"{type(error).__name__}: {str(error)[:200]}")
                 if "CUDA error" in str(error):
                     raise
@@ -159,11 +159,11 @@ def count_events(events: Sequence[Any]) -> dict[int, collections.Counter[str]]:
         at = bisect.bisect_right(starts, event.start_ns()) - 1
         return ranges[at][1] if at >= 0 and event.start_ns() <= ranges[at][0][1] else None
 
-    linked = {e.linked_correlation_id() for e in events if _synchronises(e.name())} - {0}
+    linked = {e.linked_correlation_id() for e in events if _is_synchronising(e.name())} - {0}
     owners = {e.correlation_id(): find_range(e) for e in events if e.correlation_id() in linked and not _is_cuda(e)}
     found: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for event in events:
-        if _synchronises(event.name()):
+        if _is_synchronising(event.name()):
             link = event.linked_correlation_id()
             index = owners[link] if link in owners else find_range(event)
             if index is not None:
@@ -176,11 +176,11 @@ def _get_span(event: Any) -> tuple[int, int]:
 
 
 def _is_cuda(event: Any) -> bool:
-    """Return True for an event of CUDA's runtime or driver, or of the GPU; its number is not that of an operator."""
+    """Return True for an event of CUDA's runtime or driver, or of the GPU. Such an event does not have the number of an operator."""
     return event.linked_correlation_id() != 0 or event.name().startswith("cu")
 
 
-def _synchronises(name: str) -> bool:
+def _is_synchronising(name: str) -> bool:
     return (
         name.startswith(("cuda", "cu", "Memcpy"))
         and any(w in name for w in ("ynchronize", "Free", "Memcpy", "Host", "Memcpy DtoH", "Memcpy HtoD"))
@@ -201,7 +201,7 @@ def run_groups(names: list[str], output: Path) -> None:
 
 
 def supervise(output: Path, workers: int, limit_s: float, kinds: Sequence[str] = KINDS) -> None:
-    """Split the groups among processes; restart a process behind the group that ended it."""
+    """Split the groups among processes. Restart a process that a group ended, with the next group."""
     todo, deadline, queued = list_groups(kinds), time.monotonic() + limit_s, measure_queued_ms()
     shares = {output.with_suffix(f".{n}.jsonl"): todo[n::workers] for n in range(workers)}
     running: dict[Path, subprocess.Popen[bytes]] = {}

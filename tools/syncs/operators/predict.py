@@ -35,7 +35,7 @@ def predict(group: str) -> dict[str, Any]:
                 if backward:
                     _, waits, unmeasured = _watch(run, backward)
                     calls.append({"what": f"{case.name} backward", "waits": waits, "unmeasured": unmeasured})
-            except Exception as error:  # noqa: BLE001 - an exception of one operator must not end the others
+            except Exception as error:  # noqa: BLE001 -- continue with other operators after an exception
                 failed.append(f"{case.name if case else group}: {type(error).__name__}: {str(error)[:200]}")
         _leave_groups()
     return {"group": group, "calls": calls, "failed": failed}

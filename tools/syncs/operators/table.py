@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 SLOW_ON_HOST = frozenset({"aten::_cudnn_rnn_backward"})  # operators that take milliseconds on the host without a wait
-IN_CORPUS = (
+CORPUS_OPERATORS = (
     "aten::_assert_async",
     "aten::randperm",
 )  # operators of programs in tools/syncs/corpus, with measured waits
@@ -44,8 +44,8 @@ COPY = re.compile(r"Memcpy (?P<way>DtoH|HtoD) \((?:Device -> )?(?P<memory>Pageab
 def name_waits(call: dict[str, Any]) -> list[str]:
     """Return the CUDA calls by which a call waited.
 
-    torch's debug mode warns at cudaStreamSynchronize. A device synchronisation counts where nothing else was recorded, as it may be
-    that between two calls unless the record links events to operators.
+    torch's debug mode warns at cudaStreamSynchronize. A device synchronisation counts only if no other wait was recorded, because it may
+    be the synchronisation between two calls, unless the record links events to operators.
     """
     events = call.get("events", {})
     named = [name for name in WAITS if name in events or (name == WAITS[0] and call["warned"])]
@@ -78,13 +78,13 @@ def format_operators(records: Sequence[Measurement]) -> str:
             if record.has_waited(call) and name not in SLOW_ON_HOST:
                 waited[name] += 1
                 named[name].update(_name_copies(call))
-                # Without margins a synchronisation may be that of the calls before and after.
+                # The synchronisation may belong to the call before or after, unless the record has margins.
                 named[name].update(
                     call_name for call_name in WAITS if "margin_ms" in record.head and call_name in call["events"]
                 )
     lines = [
         f"{name} {waited[name]}/{calls[name]} {','.join(sorted(named[name]))}".rstrip() if waited[name] else name
-        for name in sorted({*calls, *IN_CORPUS})
+        for name in sorted({*calls, *CORPUS_OPERATORS})
     ]
     head = "\n".join(HEAD).format(**records[0].head)
     return "\n".join([head, *lines]) + "\n"
