@@ -112,8 +112,7 @@ def format_table_hardware(table: pd.DataFrame) -> str:
     devices = [name for name in load_labels.list_unique(table["device"].dropna()) if name != UNKNOWN]
     if table["cpu"].all() or not devices:
         return _format_few(devices, "devices")
-    sizes = sorted({int(n) for n in table["gpus"] if not is_missing(n) and n})
-    many = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]}–{sizes[-1]}" if sizes else ""
+    many = recommendation.format_gpu_count(table)
     return f"{many} × {_format_few(devices, 'devices')}" if many else _format_few(devices, "devices")
 
 
