@@ -358,18 +358,14 @@ def format_bullets(frames: Frames) -> list[str]:
     if findings.select_timed(frames.everything).empty:
         return []
     bullets = [
-        text
-        for text in (
-            *([_describe_dcp_gain(frames)] if not frames.engines else engines.format_bullets(frames, 1)),
-            *engine_steps.describe_differences(frames),
-            _describe_rejections(frames),
-            floors.format_short_sentence(frames.points),
-            _describe_kv_capacity(frames) if not frames.engines else "",
-        )
-        if text
+        *([_describe_dcp_gain(frames)] if not frames.engines else engines.format_bullets(frames, 1)),
+        *engine_steps.describe_differences(frames),
+        _describe_rejections(frames),
+        floors.format_short_sentence(frames.points),
+        _describe_kv_capacity(frames) if not frames.engines else "",
     ]
     trust = answer.describe_agreement(frames, answer.collect_repeat_differences(frames))
-    return [text for text in (*bullets[: MAX_BULLETS - 1], trust) if text]
+    return [*list(filter(None, bullets))[: MAX_BULLETS - 1], trust]
 
 
 def _describe_dcp_gain(frames: Frames) -> str:
