@@ -18,7 +18,8 @@
 `ExitCode` declares the exit codes of all commands, and EXIT_CODES their meanings.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 
@@ -143,3 +144,14 @@ class MissingPackageError(DcpbenchError):
     """Report a missing optional package; the message states how to install it."""
 
     exit_code = ExitCode.MISSING_PACKAGE
+
+
+@contextlib.contextmanager
+def explain_missing_library(option: str, library: str, package: str, instead: str) -> Iterator[None]:
+    """Raise MissingPackageError for an ImportError in the block, with another value of the option to use instead."""
+    try:
+        yield
+    except ImportError as e:
+        raise MissingPackageError(
+            f"{option} {library} needs {package} ({e}); {format_install_hint(library)}, or use {option} {instead}."
+        ) from e

@@ -42,7 +42,7 @@ from dcpbench.measuring.timing import capture_graph
 from dcpbench.points.roofline import compute_floor_us
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from dcpbench.bench.bench_record import Case, Timing
     from dcpbench.bench.operators.calls import Calls, Run, Workload
@@ -157,7 +157,7 @@ class BenchWorker:
     def prepare_case(self, case: Case) -> PreparedCase:
         """Check a case, and on a GPU take the timings that do not involve other cases."""
         calls = run_together(lambda: self.workload.build_calls(case))
-        found = check_calls(calls, calls.check, calls.run)
+        found = check_calls(calls, calls.run)
         ready = PreparedCase(calls=calls, result=Result(case=case, calls=len(calls.calls), work=calls.work, **found))
         if self.device.type == "cpu":
             return ready
@@ -172,7 +172,7 @@ class BenchWorker:
     def add_replay(self, ready: PreparedCase, replay: Run, time: Timing, gpu: Gpu | None) -> None:
         """Add the results of the graph, and check them."""
         calls, result = ready.calls, ready.result
-        found = check_calls(calls, calls.check_graph or calls.check, replay)
+        found = check_calls(calls, replay)
         graph = Graph(time=time, correct=found["correct"])
         if not result.correct:  # an earlier error takes precedence
             found |= {"correct": False, "difference": result.difference}
@@ -221,9 +221,9 @@ def make_failed_result(case: Case, error: RankError) -> Result:
     return Result(case=case, outcome="failed", reason=str(error))
 
 
-def check_calls(calls: Calls, check: Callable[[Run], str], run: Run) -> dict[str, Any]:
+def check_calls(calls: Calls, run: Run) -> dict[str, Any]:
     """Return fields of a result after a pass by `run`: the difference on any rank, and the largest error of all ranks."""
-    difference = gather_first_text(run_together(lambda: check(run)))
+    difference = gather_first_text(run_together(lambda: calls.check(run)))
     return {
         "correct": not difference,
         "difference": difference,
@@ -251,9 +251,8 @@ def main(path: str) -> None:
         worker.run_job()
     if job.ranks > 1:
         dist.barrier(device_ids=[rank] if job.device == "cuda" else None)
-    if job.ranks > 1:  # the tear-down of a group waits for graphs that hold its collectives
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(0)  # the tear-down of a group waits for graphs that hold its collectives
 
 
 if __name__ == "__main__":

@@ -94,9 +94,9 @@ class BenchOptions:
                 )
         return tuple(one for one in known if one in items)
 
-    def parse_heads(self, default: Sequence[int], option: str, ranks: int) -> tuple[int, ...]:
+    def parse_heads(self, option: str, ranks: int) -> tuple[int, ...]:
         """Return the numbers of heads, each divisible by the ranks of a DCP group, which `option` sets."""
-        counts = self.parse_counts("heads", default, (128,))
+        counts = self.parse_counts("heads", (8,), (128,))
         for h in counts:
             if h % ranks:
                 raise UsageError(
@@ -244,7 +244,7 @@ def list_exchange_cases(options: BenchOptions) -> list[Case]:
     value = VALUE if options.typed["project_first"] else LATENT
     q = "replicated" if options.typed["q_replicate"] else "gathered"
     grid = itertools.product(
-        options.parse_heads((8,), "--ranks", options.ranks),
+        options.parse_heads("--ranks", options.ranks),
         options.parse_counts("requests", (1, 4), (1, 8, 32, 128)),
         options.parse_names("variant", EXCHANGE_VARIANTS, AUTO_VARIANTS),
     )
@@ -255,7 +255,7 @@ def list_merge_cases(options: BenchOptions) -> list[Case]:
     """Return every kernel at every size; one request's queries are in the order of heads already."""
     cases = []
     for n in options.parse_counts("dcp", (2,), (4,)):
-        counts = options.parse_heads((8,), "--dcp", n)
+        counts = options.parse_heads("--dcp", n)
         batches = options.parse_counts("requests", (1, 3), (1, 8, 32, 128, 512))
         cases += [
             options.make_case(name, heads=h, requests=b, dcp=n)

@@ -98,11 +98,8 @@ class DecodeEngine:
         max_requests: int,
         max_context: int,
         query_length: int = 1,
-        padding: bool = True,
     ) -> None:
-        """Create the engine for steps of up to `query_length` tokens of a request; `padding=False` only serves to test what the padding slot and page prevent, see
-        RequestPool.
-        """
+        """Create the engine for steps of up to `query_length` tokens of a request."""
         self.model = model
         self.device = model.kv.data.device
         self.largest = compute_batch_rows(max_requests)  # most requests of a step, with padding
@@ -112,7 +109,7 @@ class DecodeEngine:
         self.select_path(backend, exchange)
         _, pages, self.page_size, _ = model.kv.data.shape
         self.max_context = max_context
-        self.request_pool = RequestPool(max_requests, max_context, self.device, padding=padding)
+        self.request_pool = RequestPool(max_requests, max_context, self.device)
         self.allocator = DcpAllocator(pages, self.page_size, model.layout.dcp, model.interleave)
 
     def select_path(self, backend: str, exchange: str) -> None:

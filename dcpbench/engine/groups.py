@@ -28,11 +28,8 @@ class Groups:
 
 def make_groups(layout: Layout, rank: int) -> Groups:
     """Return the process groups. Collective: every rank calls it with the same layout."""
-    return Groups(
-        attn=_make_group(layout.list_attn_groups(), rank),
-        dcp=_make_group(layout.list_dcp_groups(), rank),
-        dp=_make_group(layout.list_dp_groups(), rank),
-    )
+    partitions = (layout.list_attn_groups(), layout.list_dcp_groups(), layout.list_dp_groups())
+    return Groups(*(_make_group(all_ranks, rank) for all_ranks in partitions))
 
 
 def make_emulated_groups(layout: Layout, rank: int, emulation: Emulation) -> Groups:
@@ -44,11 +41,8 @@ def make_emulated_groups(layout: Layout, rank: int, emulation: Emulation) -> Gro
             return Group(size=1, rank=0, handle=None)
         return EmulatedGroup(size=len(ranks), rank=ranks.index(rank), handle=None, emulation=emulation)
 
-    return Groups(
-        attn=make_group(layout.list_attn_groups()),
-        dcp=make_group(layout.list_dcp_groups()),
-        dp=make_group(layout.list_dp_groups()),
-    )
+    partitions = (layout.list_attn_groups(), layout.list_dcp_groups(), layout.list_dp_groups())
+    return Groups(*map(make_group, partitions))
 
 
 def _make_group(all_ranks: list[list[int]], rank: int) -> Group:

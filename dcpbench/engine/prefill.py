@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dcpbench.errors import CapacityError, UsageError
+from dcpbench.errors import UsageError
 from dcpbench.exchange.prefix import Gatherer, Task, allocate_symmetric
 from dcpbench.kernels.kv_gather import make_request_table
 from dcpbench.kernels.kv_indices import write_pages
@@ -149,14 +149,12 @@ class Prefiller:
         tokens: int,
         rows: int = 0,
         gather: str = "nccl",
-        window_bytes: int | None = None,
     ) -> None:
         """Reserve the buffers; collective if a prefix is gathered.
 
         `tokens` is the maximum of chunk tokens in one step of this replica; `rows` the maximum of all rows, including
-        decodes. `window_bytes` bounds the size of a window (memory.compute_window_bytes), by default that of PREFILL_WINDOW
-        tokens. Raise UsageError for a gather mode or backend that does not exist or cannot run, CapacityError if peers'
-        memory cannot be read or the bytes hold no window.
+        decodes. Raise UsageError for a gather mode or backend that does not exist or cannot run, CapacityError if peers'
+        memory cannot be read.
         """
         if gather not in GATHERS:
             raise UsageError(f"a prefix cannot be gathered by {gather}; choose one of {', '.join(GATHERS)}.")
@@ -167,22 +165,9 @@ class Prefiller:
         self.shard = dataclasses.replace(model.shard, page_size=1)
         self.unit = data.shape[2] * model.layout.dcp
         self.tokens, self.rows = tokens, compute_chunk_rows(max(tokens, rows))
-        self.window = self._compute_window(window_bytes)
+        self.window = max(memory.PREFILL_WINDOW // self.unit, 1) * self.unit  # tokens of a window: whole pages
         self.backend = make_prefill(backend, model.attention.make_prefill_spec(self.device))
         self._allocate_buffers()
-
-    def _compute_window(self, window_bytes: int | None) -> int:
-        """Return the number of tokens of a window."""
-        if window_bytes is None:
-            return max(memory.PREFILL_WINDOW // self.unit, 1) * self.unit
-        shape, layout = self.model.shape, self.model.layout
-        one = memory.compute_window_bytes(shape, layout, self.unit, self.dtype.itemsize, self.stored.itemsize)
-        if window_bytes < one:
-            raise CapacityError(
-                f"{window_bytes} bytes hold no window of a stored prefix: {self.unit} tokens, one page on each DCP "
-                f"rank, need {one}; give more memory, or a smaller --page-size."
-            )
-        return window_bytes // one * self.unit
 
     def _allocate_buffers(self) -> None:
         """Allocate the buffers reused by every layer: keys, values, their source rows, gathered rows, and transferred

@@ -25,22 +25,16 @@ class RequestPool:
     Exhaustion raises OutOfSlotsError, misuse (double free, unknown slot, row too long) ValueError.
     """
 
-    def __init__(self, size: int, max_context: int, device: torch.device | str, padding: bool = True) -> None:
-        """Create the pool; `padding=False` allocates slots 0…size-1, as pools did before the padding convention.
-
-        It exists only so that a test can show the corruption that the padding row prevents.
-        """
+    def __init__(self, size: int, max_context: int, device: torch.device | str) -> None:
         if size < 1:
             raise ValueError(f"a pool of {size} request slots holds nothing")
-        first = 1 if padding else 0
-        self.size = size
         self.max_context = max_context
-        self.slots = range(first, first + size)
+        self.slots = range(1, 1 + size)
         self.free_all()
-        self.host = np.zeros((size + first, max_context), dtype=np.int32)  # table on the host: plans need no device
-        self.table = torch.zeros((size + first, max_context), dtype=torch.int32, device=device)
+        self.host = np.zeros((size + 1, max_context), dtype=np.int32)  # table on the host: plans need no device
+        self.table = torch.zeros((size + 1, max_context), dtype=torch.int32, device=device)
         """int32 [size + 1, max_context] on the device; one tensor for life, as captured graphs hold its address."""
-        self.tokens = torch.zeros((size + first, max_context + 1), dtype=torch.int64, device=device)
+        self.tokens = torch.zeros((size + 1, max_context + 1), dtype=torch.int64, device=device)
         """int64 [size + 1, max_context + 1] on the device: token ids. A step reads its tokens here and writes the next
         ones behind them, so that the host can launch the following step without knowing the sampled tokens.
         """

@@ -134,7 +134,7 @@ def _product_kernel(
     )
 
 
-def compute_product(x: Scaled, weight: Scaled, out: torch.Tensor, programs: int, stages: int = 6) -> None:
+def compute_product(x: Scaled, weight: Scaled, out: torch.Tensor, programs: int) -> None:
     """Multiply rows [T, K] by weights [N, K] in blocks of 128 × 128 into out [T, N]. K is a multiple of 128, N of 8."""
     layout = gl.NVMMASharedLayout(128, 8, rank=2)
     (rows, depth), columns = x.data.shape, len(weight.data)
@@ -149,7 +149,7 @@ def compute_product(x: Scaled, weight: Scaled, out: torch.Tensor, programs: int,
         rows,
         columns,
         depth // 128,
-        STAGES=stages,
+        STAGES=6,  # tiles in flight
         TOGETHER=4,
         num_warps=4,
     )

@@ -189,9 +189,9 @@ def compute_product(
 
 
 @functools.cache
-def count_multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; 1 for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def count_multiprocessors(device: torch.device, interpreted: int = 1) -> int:
+    """Return the number of multiprocessors of a GPU; `interpreted` for Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else interpreted
 
 
 @functools.cache

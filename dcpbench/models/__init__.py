@@ -23,6 +23,7 @@ from dcpbench.models import (
     qwen3_moe,
 )
 from dcpbench.models.config_fields import check_architectures, format_value
+from dcpbench.models.weight_formats import UnknownFormat
 
 if TYPE_CHECKING:
     from dcpbench.models.family import Family
@@ -99,7 +100,7 @@ def get_text_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 def get_published_precision(shape: ModelShape) -> str:
     """Return the name of the format in which weights are published, such as `fp8`; raise ModelError if its size is unknown."""
-    if not shape.is_sized:
+    if isinstance(shape.published, UnknownFormat):
         raise ModelError(
             f"the weights of {shape.name} are published in a format that dcpbench cannot size ({shape.published.name}); with "
             "--weights-dtype fp8 or bf16, the same layers are planned and measured in that precision instead."

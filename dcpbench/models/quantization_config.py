@@ -105,17 +105,21 @@ def _hold_all(one: WeightFormat) -> WeightFormat:
 def _get_group_weights(found: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of weights of a configuration with one group of layers; empty for others."""
     groups = found.get("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1:
-        return {}
-    one = next(iter(groups.values()))
-    weights = one.get("weights") if isinstance(one, dict) else None
+    weights = _get_group(found).get("weights") if isinstance(groups, dict) and len(groups) == 1 else None
     return weights if isinstance(weights, dict) else {}
+
+
+def _get_group(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the first group of layers of a configuration; empty without one."""
+    groups = found.get("config_groups")
+    one = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    return one if isinstance(one, dict) else {}
 
 
 def _limit_parts(one: WeightFormat, found: dict[str, Any], shape: ModelShape) -> WeightFormat | None:
     """Return the format with the parts that the configuration does not leave out; None if layers of a part differ."""
     left_out = [name for field in _LISTS for name in _get_names(found.get(field))]
-    targets = _get_names(_get_targets(found)) or ["Linear"]
+    targets = _get_names(_get_group(found).get("targets")) or ["Linear"]
     parts = set()
     for part, modules in _list_modules(shape).items():
         stored = {_is_listed(module, targets) and not _is_listed(module, left_out) for module in modules}
@@ -150,12 +154,6 @@ def _name_module(shape: ModelShape, layer: int, tensor: str) -> str:
     return (shape.tensors.layer.format(layer) + tensor).removesuffix(".weight")
 
 
-def _get_targets(found: dict[str, Any]) -> object:
-    groups = found.get("config_groups")
-    one = next(iter(groups.values()), None) if isinstance(groups, dict) else None
-    return one.get("targets") if isinstance(one, dict) else None
-
-
 def _get_names(value: object) -> list[str]:
     return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
 
@@ -179,9 +177,7 @@ def _matches(module: str, pattern: str) -> bool:
 
 def _describe_quantisation(found: dict[str, Any]) -> str:
     """Return a `quantization_config` in words: `compressed-tensors, 4 bits, groups of 32`."""
-    groups = found.get("config_groups")
-    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
-    weights = first.get("weights") if isinstance(first, dict) else None
+    weights = _get_group(found).get("weights")
     nested = {**found, **weights} if isinstance(weights, dict) else found
     words = [found.get("quant_method") or "quantised", found.get("quant_algo") or found.get("fmt")]
     bits, group = nested.get("num_bits") or nested.get("bits"), nested.get("group_size")

@@ -126,11 +126,6 @@ class ModelShape:
     mtp_layers: int = 0  # further layers of the checkpoint, for drafts; `--mtp` runs the first of them
     drafts: bool = False  # True if the layer that drafts tokens is held and run
 
-    @property
-    def is_sized(self) -> bool:
-        """Return True if the bytes of the published weights are known."""
-        return isinstance(self.published, WeightFormat)
-
     def add_drafts(self, mtp: int) -> ModelShape:
         """Return the shape with the layer that drafts tokens, if steps verify drafts and the model has one."""
         return dataclasses.replace(self, drafts=mtp > 0 and self.mtp_layers > 0)

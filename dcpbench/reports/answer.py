@@ -58,14 +58,11 @@ NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}  # ou
 
 def format_top_sentences(frames: Frames) -> list[str]:
     """Return the sentences at the top of a report, in reading order."""
-    if not has_engine_answer(frames):
-        return split_sentences(frames)[0]
-    first = [
-        engines.format_answer(frames),
-        *engines.format_bullets(frames),
-        *engine_steps.describe_slower_parts(frames),
-    ]
-    return [*first, *split_sentences(frames)[0]]
+    sentences, _ = split_sentences(frames)
+    if has_engine_answer(frames):
+        of_engines = [*engines.format_bullets(frames), *engine_steps.describe_slower_parts(frames)]
+        return [engines.format_answer(frames), *of_engines, *sentences]
+    return sentences
 
 
 def has_engine_answer(frames: Frames) -> bool:
@@ -78,10 +75,9 @@ def has_engine_answer(frames: Frames) -> bool:
 def split_sentences(frames: Frames) -> tuple[list[str], list[str]]:
     """Return the sentences at the top of a report, see `format_top_sentences`, and the remaining sentences of its answer."""
     notes = [(weight, text) for weight, text in _collect_ranked(frames) if text]
-    kept = sorted(range(len(notes)), key=lambda i: (notes[i][0], i))[:MAX_SENTENCES]
-    return [text for i, (_, text) in enumerate(notes) if i in kept], [
-        text for i, (_, text) in enumerate(notes) if i not in kept
-    ]
+    kept = sorted(range(len(notes)), key=lambda i: notes[i][0])[:MAX_SENTENCES]
+    top, rest = ([text for i, (_, text) in enumerate(notes) if (i in kept) == own] for own in (True, False))
+    return top, rest
 
 
 def collect_repeat_differences(frames: Frames) -> list[float]:
@@ -482,11 +478,8 @@ def describe_replay_errors(found: pd.DataFrame) -> str:
 
 def describe_agreement(frames: Frames, apart: list[float]) -> str:
     """State how well repeats agree, and whether gaps between kernels agree if that matters."""
-    return " ".join(
-        text
-        for text in (findings.format_repeats_sentence(apart), kernel_gaps.describe_unequal_gaps(frames.findings.points))
-        if text
-    )
+    texts = (findings.format_repeats_sentence(apart), kernel_gaps.describe_unequal_gaps(frames.findings.points))
+    return " ".join(filter(None, texts))
 
 
 def describe_trust(frames: Frames, apart: list[float]) -> str:

@@ -480,10 +480,8 @@ def _make_part_cell(name: str, reference: str) -> Callable[[Mapping[str, Any]], 
 
 def format_profiled_cell(row: Mapping[Any, Any]) -> str:
     """Return the profiled step with its ratio to the timed one, and a star if the profiler prolongs it."""
-    times, ms = (
-        row["profiled_times"],
-        format_number(None if is_missing(row["profiled_us"]) else row["profiled_us"] / 1e3),
-    )
+    times, us = row["profiled_times"], row["profiled_us"]
+    ms = format_number(None if is_missing(us) else us / 1e3)
     if times is None:
         return ms
     return f"{ms} ({format_ratio(times, 2)}{PROLONGED_STAR if is_prolonged(times) else ''})"

@@ -423,8 +423,7 @@ def _describe_uneven_experts(points: pd.DataFrame) -> list[str]:
     whole = points[(points["ep"] == MOE_EP) & (points["tp"] > 1)]["busiest_rank_experts"].dropna()
     if whole.empty:
         return []
-    low, high = f"{whole.min():.2f}", f"{whole.max():.2f}"
-    reach = low if low == high else f"{low} to {high}"
+    reach = " to ".join(dict.fromkeys(f"{share:.2f}" for share in (whole.min(), whole.max())))
     sentence = (
         f"With expert parallel (--ep tp) the busiest rank had {reach} × as many experts to read as the mean, and the others waited "
         "for it. With tensor-parallel experts (--ep 1) all ranks do the same work."

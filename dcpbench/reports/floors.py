@@ -77,9 +77,14 @@ def format_floor_sentences(frames: Frames) -> list[str]:
     return format_decode_sentences(frames.points) + format_served_sentences(frames.served)
 
 
+def _select_floored(points: pd.DataFrame) -> pd.DataFrame:
+    """Return the points that have a floor."""
+    return points if points.empty else points.dropna(subset=["floor_share"])
+
+
 def format_short_sentence(points: pd.DataFrame) -> str:
     """Return one sentence on all points of `decode`; empty if none has a floor."""
-    held = points.dropna(subset=["floor_share"]) if "floor_share" in points else points.head(0)
+    held = _select_floored(points)
     if held.empty:
         return ""
     far = list_rows(held.sort_values("floor_share", kind="stable").head(1))[0]
@@ -97,11 +102,8 @@ def format_short_sentence(points: pd.DataFrame) -> str:
 
 def format_decode_sentences(points: pd.DataFrame) -> list[str]:
     """Return, for each run and model, how far steps are from their floors, and in which phases the worst point loses most."""
-    if points.empty or "floor_share" not in points:
-        return []
-    texts = []
-    held = points.dropna(subset=["floor_share"])
-    for (run, model), group in held.groupby(["run", "model"], sort=False):
+    held, texts = _select_floored(points), []
+    for (run, model), group in held.groupby(["run", "model"], sort=False) if len(held) else ():
         subject = _name_group(points, str(run), str(model))
         rows = list_rows(group.sort_values("floor_share", kind="stable"))
         far, near = rows[0], rows[-1]
@@ -127,10 +129,8 @@ def _name_group(points: pd.DataFrame, run: str, model: str) -> str:
 
 def format_served_sentences(points: pd.DataFrame) -> list[str]:
     """Return, for each run and model, how far the steps of served points are from their floors, from the best to the worst."""
-    if points.empty or "prefill_floor_share" not in points:
-        return []
     texts = []
-    for (run, model), group in points.groupby(["run", "model"], sort=False):
+    for (run, model), group in points.groupby(["run", "model"], sort=False) if len(points) else ():
         subject = _name_group(points, str(run), str(model))
         prompts, products, others = (
             group[f"{name}_share"].dropna() for name in ("prefill_floor", "prefill_matmul", "decode_floor")
@@ -148,7 +148,7 @@ def format_served_sentences(points: pd.DataFrame) -> list[str]:
 
 def build_table(points: pd.DataFrame) -> Table:
     """Build a table of the points that have a floor, with their phases ordered by loss."""
-    held = points.dropna(subset=["floor_share"]) if "floor_share" in points else points.head(0)
+    held = _select_floored(points)
     return make_table(
         TITLE,
         held,

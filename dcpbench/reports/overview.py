@@ -112,8 +112,7 @@ def format_table_hardware(table: pd.DataFrame) -> str:
     devices = [name for name in load_labels.list_unique(table["device"].dropna()) if name != UNKNOWN]
     if table["cpu"].all() or not devices:
         return _format_few(devices, "devices")
-    sizes = sorted({int(n) for n in table["gpus"] if not is_missing(n) and n})
-    many = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]}–{sizes[-1]}" if sizes else ""
+    many = recommendation.format_gpu_count(table)
     return f"{many} × {_format_few(devices, 'devices')}" if many else _format_few(devices, "devices")
 
 
@@ -364,19 +363,15 @@ def format_bullets(frames: Frames) -> list[str]:
     if findings.select_timed(frames.everything).empty:
         return []
     bullets = [
-        text
-        for text in (
-            *([_describe_dcp_gain(frames)] if not frames.engines else engines.format_bullets(frames, 1)),
-            *engine_steps.describe_differences(frames),
-            answer.describe_replay_errors(findings.compare_replay_with_live(findings.select_timed(frames.served))),
-            _describe_rejections(frames),
-            floors.format_short_sentence(frames.points),
-            _describe_kv_capacity(frames) if not frames.engines else "",
-        )
-        if text
+        *([_describe_dcp_gain(frames)] if not frames.engines else engines.format_bullets(frames, 1)),
+        *engine_steps.describe_differences(frames),
+        answer.describe_replay_errors(findings.compare_replay_with_live(findings.select_timed(frames.served))),
+        _describe_rejections(frames),
+        floors.format_short_sentence(frames.points),
+        _describe_kv_capacity(frames) if not frames.engines else "",
     ]
     trust = answer.describe_agreement(frames, answer.collect_repeat_differences(frames))
-    return [text for text in (*bullets[: MAX_BULLETS - 1], trust) if text]
+    return [*list(filter(None, bullets))[: MAX_BULLETS - 1], trust]
 
 
 def _describe_dcp_gain(frames: Frames) -> str:

@@ -53,13 +53,17 @@ def format_recommendation(rows: pd.DataFrame, models: int) -> str:
 def format_conditions(rows: pd.DataFrame, *, of_layers: bool = True) -> str:
     """Return `on 4 × H200 (replayed, not served live), `: the GPUs, and in brackets conditions, by default also of layers held."""
     devices = [n.removeprefix("NVIDIA ") for n in list_unique(rows["device"].dropna()) if n != UNKNOWN]
-    sizes = sorted({int(n) for n in rows["gpus"] if not is_missing(n) and n})
     basis = f" ({'; '.join(found)})" if (found := _list_conditions(rows, of_layers)) else ""
-    if not sizes:
+    if not (many := format_gpu_count(rows)):
         return ""
-    many = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,}–{sizes[-1]:,}"
     gpus = f"{many} × {format_list(devices, 'or')}" if devices else f"{many} {'GPU' if many == '1' else 'GPUs'}"
     return f"on {gpus}{basis}, "
+
+
+def format_gpu_count(rows: pd.DataFrame) -> str:
+    """Return the number of GPUs of these points: `4` or `2–8`; empty if it is unknown."""
+    sizes = [int(n) for n in rows["gpus"] if not is_missing(n) and n]
+    return format_value_range(sizes, "{:,}") if sizes else ""
 
 
 def format_forecast(rows: pd.DataFrame) -> str:

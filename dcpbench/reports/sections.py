@@ -56,11 +56,8 @@ class Section:
 
     def is_more_than_tables(self) -> bool:
         """Return True if the section has anything besides tables."""
-        above, below = (
-            (self.lead, self.first, self.paragraphs, self.bullets),
-            (self.commands, self.pictures, self.notes),
-        )
-        return any((*above, self.folded, *below))
+        texts = (self.lead, self.paragraphs, self.bullets, self.folded, self.commands, self.notes)
+        return any((*texts, self.first, self.pictures))
 
 
 def build_sections(frames: Frames, pictures: list[Picture]) -> list[Section]:
@@ -95,6 +92,7 @@ def _select_pictures(pictures: list[Picture], *subjects: str) -> list[Picture]:
 def _build_answer(frames: Frames, pictures: list[Picture], folded: list[str]) -> Section:
     lead, text = overview.format_answer(frames, brief=True), overview.format_answer(frames)
     grids = answer_tables.build_grids(frames)
+    definitions = build_definitions(frames, "output throughput", "ratio, ×", "DCP pays", "clearly")
     return Section(
         slug="answer",
         title="The answer",
@@ -107,13 +105,7 @@ def _build_answer(frames: Frames, pictures: list[Picture], folded: list[str]) ->
         bullets=overview.format_bullets(frames),
         folded=folded,
         pictures=_select_pictures(pictures, "break-even"),
-        tables=[
-            engines.build_table(frames),
-            *grids,
-            build_definitions(frames, "output throughput", "ratio, ×", "DCP pays", "clearly"),
-        ]
-        if grids
-        else [engines.build_table(frames)],
+        tables=[engines.build_table(frames), *grids, *([definitions] if grids else [])],
     )
 
 

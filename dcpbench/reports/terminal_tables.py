@@ -124,7 +124,12 @@ def _render_engine_steps(frames: Frames) -> list[RenderableType]:
         Column("×", [format_ratio(v, 2) for v in rows["step_times"]]),
         Column("profiled", _format_profiled_ms(rows), drop=len(parts) + 1, full_name="profiled step"),
         *(
-            Column(STEP_COLUMNS.get(name, name), _format_part_ms(rows, name), drop=len(parts) - i, full_name=name)
+            Column(
+                STEP_COLUMNS.get(name, name),
+                [format_number(of[name] / 1e3, 3) if name in of else ABSENT for of in rows["parts"]],
+                drop=len(parts) - i,
+                full_name=name,
+            )
             for i, name in enumerate(parts)
         ),
         Column("unknown", [engine_steps.format_unknown_share(row) for row in rows.to_dict("records")], drop=len(parts)),
@@ -141,11 +146,6 @@ def _format_profiled_ms(rows: pd.DataFrame) -> list[str]:
         f"{format_number(us / 1e3, 3)}{engine_steps.PROLONGED_STAR if engine_steps.is_prolonged(times) else ''}"
         for us, times in zip(rows["profiled_us"], rows["profiled_times"], strict=True)
     ]
-
-
-def _format_part_ms(rows: pd.DataFrame, name: str) -> list[str]:
-    """Return the time of a part of each step in ms; a dash for a step without it."""
-    return [format_number(parts[name] / 1e3, 3) if name in parts else ABSENT for parts in rows["parts"]]
 
 
 def _list_misses(points: pd.DataFrame) -> list[str]:
@@ -197,17 +197,13 @@ def _format_half_width(point: pd.Series[Any]) -> str:
     return "<±0.1%" if share == "0.0%" else f"±{share}"
 
 
-def _make_draft_columns(points: pd.DataFrame) -> list[Column]:
-    """Return what tells more than ITL if steps verify drafts, with which most gaps between tokens are 0."""
-    return [
-        _make_number_column("TPOT ms", points["tpot_p50_ms"]),
-        _make_number_column("/user", points["tok_s_per_user"], drop=0, full_name="tok/s per user"),
-    ]
-
-
 def _make_served_columns(arrival: str, points: pd.DataFrame) -> list[Column]:
     load = [Column(LOADS[arrival], [_format_load(p) for _, p in points.iterrows()])] if arrival in LOADS else []
     goodput, kv = points["request_goodput"], points["kv_tokens_of_all"]
+    with_drafts = [  # tell more than ITL if steps verify drafts, with which most gaps between tokens are 0
+        _make_number_column("TPOT ms", points["tpot_p50_ms"]),
+        _make_number_column("/user", points["tok_s_per_user"], drop=0, full_name="tok/s per user"),
+    ]
     return [
         *load,
         _make_number_column("tok/s", points["output_tok_s"], 4),
@@ -216,7 +212,7 @@ def _make_served_columns(arrival: str, points: pd.DataFrame) -> list[Column]:
         _make_number_column("p99", points["ttft_p99_ms"], drop=1, full_name="TTFT p99"),
         _make_number_column("ITL ms", points["itl_p50_ms"]),
         _make_number_column("p99", points["itl_p99_ms"], drop=2, full_name="ITL p99"),
-        *(_make_draft_columns(points) if points["tokens_per_step"].notna().any() else []),
+        *(with_drafts if points["tokens_per_step"].notna().any() else []),
         *([_make_number_column("good/s", goodput, 2, drop=4)] if goodput.notna().any() else []),
         *([Column("KV tokens", _format_capacities(points), drop=3)] if kv.notna().any() else []),
     ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcpbench.engine.prefill import Prefiller
-from dcpbench.engine.serve_engine import ServeEngine
+from dcpbench.engine.serve_engine import LaunchedStep, ServeEngine
 from dcpbench.exchange.torch_collectives import gather_objects, is_first
 from dcpbench.measuring.environment import get_gpu_uuid
 from dcpbench.measuring.gpu_state import GpuSampler, is_throttled, merge_states
@@ -236,7 +236,7 @@ def _add_tokens_of_other_replicas(traffic: Traffic) -> None:
 
 def _is_token_read(site: SyncSite) -> bool:
     """Return True if a wait is for the tokens of the preceding step."""
-    return site.file.endswith("engine/serve_engine.py") and site.function.endswith("wait")
+    return site.file.endswith("engine/serve_engine.py") and site.function.endswith(LaunchedStep.wait_tokens.__name__)
 
 
 def _find_sync_sites(serving: Serving, point: Point) -> list[SyncSite] | None:

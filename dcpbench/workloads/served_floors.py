@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dcpbench.points.roofline import compute_step_floors, compute_step_matmul_s
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dcpbench.points.roofline import Sharding
     from dcpbench.records.record import Rates
@@ -32,28 +32,24 @@ def compute_shares(sharding: Sharding, steps: Sequence[TimedStep], rates: Rates 
         return Shares()
     limits = rates.limits
     prompts, decodes = ([step for step in steps if bool(step.chunks) == kind] for kind in (True, False))
+
+    def compute_floor_ms(step: TimedStep) -> float | None:
+        floors_us = compute_step_floors(sharding, step.to_step_rows(), limits)
+        return None if floors_us is None else sum(floors_us.values()) / 1e3
+
+    def compute_matmul_ms(step: TimedStep) -> float | None:
+        seconds = compute_step_matmul_s(sharding, step.to_step_rows(), limits)
+        return None if seconds is None else seconds * 1e3
+
     return Shares(
-        prefill_floor_share=_compute_floor_share(sharding, prompts, limits),
-        prefill_matmul_share=_compute_matmul_share(sharding, prompts, limits),
-        decode_floor_share=_compute_floor_share(sharding, decodes, limits),
+        prefill_floor_share=_compute_share(prompts, compute_floor_ms),
+        prefill_matmul_share=_compute_share(prompts, compute_matmul_ms),
+        decode_floor_share=_compute_share(decodes, compute_floor_ms),
     )
 
 
-def _compute_floor_share(sharding: Sharding, steps: Sequence[TimedStep], limits: dict[str, float]) -> float | None:
-    spent, least = sum(step.ms for step in steps), 0.0
-    for step in steps:
-        floors = compute_step_floors(sharding, step.to_step_rows(), limits)
-        if floors is None:
-            return None
-        least += sum(floors.values()) / 1e3
-    return least / spent if spent else None
-
-
-def _compute_matmul_share(sharding: Sharding, steps: Sequence[TimedStep], limits: dict[str, float]) -> float | None:
-    spent_s, least_s = sum(step.ms for step in steps) / 1e3, 0.0
-    for step in steps:
-        seconds = compute_step_matmul_s(sharding, step.to_step_rows(), limits)
-        if seconds is None:
-            return None
-        least_s += seconds
-    return least_s / spent_s if spent_s else None
+def _compute_share(steps: Sequence[TimedStep], compute_ms: Callable[[TimedStep], float | None]) -> float | None:
+    """Return the sum of `compute_ms` over the time of the steps; None without steps, or if it is unknown for one."""
+    least_ms = [compute_ms(step) for step in steps]
+    known_ms = [ms for ms in least_ms if ms is not None]
+    return sum(known_ms) / sum(step.ms for step in steps) if steps and len(known_ms) == len(steps) else None

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -124,9 +125,9 @@ def compute_error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank
     """Return the largest difference of a logit of any step from the truth [replicas · prompts, tokens, vocab]."""
     point, shape = case.point(folder), load_shape(str(folder / case.model))
     session = build_session(point, shape, plan_whole(point, [CONTEXT] * 2, shape), rank=rank, device=CPU, seed=0)
-    nbytes = memory.compute_window_bytes(shape, case.layout, case.window, 4)
     engine = session.engine
-    prefiller = Prefiller(engine.model, backend="sdpa", tokens=CONTEXT, gather=case.gather, window_bytes=nbytes)
+    with mock.patch.object(memory, "PREFILL_WINDOW", case.window):
+        prefiller = Prefiller(engine.model, backend="sdpa", tokens=CONTEXT, gather=case.gather)
     pieces = Pieces(prefiller, None) if case.pieces else None
     replica = rank // case.layout.attn_tp
     requests = [Prompt.admit(engine, tokens) for tokens in make_prompts(replica)]

@@ -203,7 +203,7 @@ def test_long_request_among_short_ones_is_split_and_merged(device):
     backend = make_backend("triton", case[0])
     backend.plan(case[3])
     assert_agrees(*case, run(backend, *case[:3]), limit=2e-5)
-    assert backend.pieces_of[1, 1] > 1
+    assert backend.partial.of_request[1, 1] > 1
 
 
 def test_backend_names_the_kernel_it_selects(device):

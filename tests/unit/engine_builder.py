@@ -67,7 +67,6 @@ def make_engine(
     interleave: int = 1,
     requests: int = 4,
     context: int = 32,
-    padding: bool = True,
     query_length: int = 1,
     seed: int = 0,
 ) -> DecodeEngine:
@@ -83,7 +82,6 @@ def make_engine(
         max_requests=requests,
         max_context=context,
         query_length=query_length,
-        padding=padding,
     )
 
 

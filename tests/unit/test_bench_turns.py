@@ -1,5 +1,6 @@
 """Cases of a bench that are measured together, by a worker with a fake GPU."""
 
+import itertools
 import json
 import types
 
@@ -28,13 +29,18 @@ class Workload:
             raise ValueError("no room")
         wrong = case.variant == "wrong"
 
-        def check_graph(_):
+        passes = itertools.count()
+
+        def check(run):
+            """Check the eager pass, then that of the graph, which is not run."""
+            if next(passes) == 0:
+                run()
+                return ""
             if case.variant == "lost":
                 raise ValueError("gone")
             return "off by one" if wrong else ""
 
-        run = [lambda: self.log.append(case.variant)] * 2
-        return Calls(calls=run, check=lambda run: run() or "", check_graph=check_graph)
+        return Calls(calls=[lambda: self.log.append(case.variant)] * 2, check=check)
 
 
 @pytest.fixture

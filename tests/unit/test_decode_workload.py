@@ -149,7 +149,7 @@ def test_engine_allocates_what_its_plan_states():
     assert engine.model.kv.data.nbytes == plan.kv_bytes
     assert engine_builder.count_bytes(engine.model.weights) == plan.weight_bytes
     assert (len(engine.model.weights.dense), len(engine.model.weights.moe)) == plan.held
-    assert (engine.allocator.pages, engine.request_pool.size) == (plan.pages, plan.max_requests)
+    assert (engine.allocator.pages, len(engine.request_pool.slots)) == (plan.pages, plan.max_requests)
     assert (engine.max_context, plan.max_context) == (POINT.context + memory.HEADROOM_TOKENS,) * 2
 
 

@@ -104,29 +104,19 @@ class TestPadding:
         assert [is_unchanged(*pair) for pair in zip(together, alone, strict=True)] == [True, True, True]
         assert engine.model.kv.get_all_rows()[:, 0].any(dim=-1).all(), "the padding row was written in every layer"
 
-    @pytest.mark.parametrize("convention", ["slot 0", "page 0"])
-    def test_padded_row_overwrites_a_request_without_reserved_slot_or_page(self, convention, alone):
+    def test_padded_row_overwrites_a_request_without_reserved_page(self, alone):
         """The padded row writes token id 0 at position 0 over request 0's first KV row, before attention reads it.
 
-        Without slot 0 padding uses request 0's row of the request table; without page 0 the empty row points to
-        location 0 of request 0. In both cases the text of request 0 changes, and the other two keep theirs.
+        The empty row points to location 0 of request 0. The text of request 0 changes, and the other two keep theirs.
         """
-        engine = build.make_engine(padding=convention == "page 0")
-        if convention == "page 0":
-            hand_out_page_0(engine)
+        engine = build.make_engine()
+        hand_out_page_0(engine)
         together = continue_requests(engine, (0, 1, 2))
         assert [is_unchanged(*pair) for pair in zip(together, alone, strict=True)] == [False, True, True]
         victim, truth = together[0], alone[0]
         assert (victim.first_row != truth.first_row).any(dim=-1).all(), "overwritten in every layer"
         assert (victim.logits - truth.logits).abs().max() > 0.1
         assert victim.tokens != truth.tokens
-
-    def test_full_graph_needs_no_reserved_slot_and_page(self, alone):
-        """Two requests in a graph of two rows leave no padding rows."""
-        engine = build.make_engine(padding=False)
-        together = continue_requests(engine, (0, 1))
-        assert list(engine.batches) == [(2, 1)]
-        assert [is_unchanged(*pair) for pair in zip(together, alone[:2], strict=True)] == [True, True]
 
 
 @pytest.mark.parametrize(("requests", "rows"), [(1, 1), (3, 4), (5, 8), (33, 40), (48, 48), (512, 512)])

@@ -228,7 +228,7 @@ class TestResume:
     ) -> None:
         """A replay of given step times needs no job."""
         given = msgspec.structs.replace(SETTINGS, step_times="/a.json")
-        served = serve_record_builder.served(serve_record_builder.point(serve_record_builder.DCP))
+        served = serve_record_builder.make_served_record(serve_record_builder.make_point(serve_record_builder.DCP))
         record = msgspec.structs.replace(served, measured_with=msgspec.to_builtins(given))
         assert folders.check_resumed(tmp_path, folders.list_settings([POINT], given, "cpu"), [record]) == ""
         with pytest.raises(OutputError, match=f"{words}. Points of one run share"):

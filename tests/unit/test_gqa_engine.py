@@ -1,6 +1,7 @@
 """Weights, rows and prompts of grouped-query attention on one rank."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -152,8 +153,8 @@ def test_chunks_attend_to_prefixes_and_their_own_rows(kv_heads, window, kv_dtype
         max_context=TABLE,
         device=CPU,
     )
-    nbytes = memory.compute_window_bytes(shape, layout, window, 4, kv_dtype.itemsize)
-    prefiller = Prefiller(model, backend="sdpa", tokens=128, window_bytes=nbytes)
+    with mock.patch.object(memory, "PREFILL_WINDOW", window):
+        prefiller = Prefiller(model, backend="sdpa", tokens=128)
     table = torch.arange(len(CHUNKS) * TABLE, dtype=torch.int32).view(len(CHUNKS), TABLE)
     chunks = [Chunk(None, slot, start, stop, samples=False) for slot, (start, stop) in enumerate(CHUNKS)]
     plan = prefiller.plan_chunks(chunks, table)

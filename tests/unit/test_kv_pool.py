@@ -44,15 +44,6 @@ class TestPaddingRow:
         assert kv.get_rows(0)[4].tolist() == [1, 1], "the running request's is written"
         assert kv.get_rows(0)[0].any(), "padding rows wrote to the padding page"
 
-    def test_padded_rows_without_padding_page_overwrite_a_request(self, kv: KvPool) -> None:
-        """Slot 0 belongs to the first request, and padded rows write its token 1."""
-        request_pool = RequestPool(2, 4, "cpu", padding=False)
-        first, second = self.add_request(request_pool, [1, 2]), self.add_request(request_pool, [3, 4])
-        kv.get_rows(0)[1:] = 9
-        run_graph_step(request_pool, kv, [second], position=1, rows=3)
-        assert (first, second) == (0, 1)
-        assert kv.get_rows(0)[2].tolist() == [3, 3], "the corruption: the third graph row's value in the first request"
-
 
 class TestKvPool:
     def test_layer_is_a_contiguous_view(self) -> None:

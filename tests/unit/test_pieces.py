@@ -1,6 +1,7 @@
 """Piecewise CUDA graphs: steps with chunks, divided at attention, give the logits of an undivided step."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -66,8 +67,8 @@ def engine(shape, device=CPU, dtype=torch.float32, attention="reference", prefil
     groups = dataclasses.replace(make_groups(layout, 0), dp=Same(layout.dp, 0, None))
     model = Model(shape, layout, groups, weights, kv, interleave=1, max_context=32, device=device)
     decode_engine = DecodeEngine(model, backend=attention, exchange="none", max_requests=REQUESTS, max_context=32)
-    nbytes = None if window is None else memory.compute_window_bytes(shape, ONE, window, dtype.itemsize)
-    return decode_engine, Prefiller(model, backend=prefill, tokens=TOKENS, rows=TOKENS + REQUESTS, window_bytes=nbytes)
+    with mock.patch.object(memory, "PREFILL_WINDOW", window or memory.PREFILL_WINDOW):
+        return decode_engine, Prefiller(model, backend=prefill, tokens=TOKENS, rows=TOKENS + REQUESTS)
 
 
 def compute_logits(decode_engine, prefiller, pieces):

@@ -1,6 +1,7 @@
 """Prefill on one rank: any division of a prompt into chunks gives the logits of token-by-token decode."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -10,10 +11,9 @@ from hypothesis import strategies as st
 from dcpbench.engine.model import StepInput
 from dcpbench.engine.prefill import Prefiller, split_calls
 from dcpbench.engine.synthetic import RouterInputs
-from dcpbench.errors import CapacityError, UsageError
+from dcpbench.errors import UsageError
 from dcpbench.kernels import moe
 from dcpbench.points import memory
-from dcpbench.points.layout import Layout
 from tests.unit import engine_builder as build
 from tests.unit.prefill_builder import Prompt, decode_prompt, make_prompt_tokens, run_step
 
@@ -26,8 +26,8 @@ TOKENS = 48  # maximum of a step
 def make_engine_and_prefiller(window: int = 64, **options):
     """Return an engine and a prefiller with windows of this many tokens."""
     engine = build.make_engine(page_size=PAGE, **options)
-    nbytes = memory.compute_window_bytes(engine.model.shape, Layout(1), window, 4)
-    return engine, Prefiller(engine.model, backend="sdpa", tokens=TOKENS, window_bytes=nbytes)
+    with mock.patch.object(memory, "PREFILL_WINDOW", window):
+        return engine, Prefiller(engine.model, backend="sdpa", tokens=TOKENS)
 
 
 def compute_max_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -160,18 +160,6 @@ class TestCalls:
             [(slice(2, 3), [2], True)],
             [(slice(3, 4), [0], True), (slice(3, 4), [6], False), (slice(3, 4), [2], False)],
         ]
-
-    def test_window_has_as_many_whole_pages_as_the_budget_allows(self):
-        """A token takes 2·8·32 numbers of keys and values and a row of 48: 560 numbers, 2,240 bytes; pages have 2
-        tokens.
-        """
-        shape, layout = build.TINY, Layout(1)
-        assert memory.compute_window_bytes(shape, layout, 1, 4) == 2240
-        engine = build.make_engine(page_size=PAGE)
-        for nbytes, tokens in ((4480, 2), (8959, 2), (8960, 4)):
-            assert Prefiller(engine.model, backend="sdpa", tokens=8, window_bytes=nbytes).window == tokens
-        with pytest.raises(CapacityError, match="need 4480"):
-            Prefiller(engine.model, backend="sdpa", tokens=8, window_bytes=4479)
 
     @pytest.mark.parametrize(("page_size", "tokens"), [(2, 16), (3, 15), (16, 16), (20, 20)])
     def test_default_window_is_whole_pages_and_at_least_one(self, page_size, tokens, monkeypatch):

@@ -1,6 +1,7 @@
 """Attention of prompt chunks, compared with fp64 over all keys at once."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ def make_prefiller(device, dtype, backend, window):
     generator = torch.Generator().manual_seed(1)
     kv.data.copy_(torch.randn(kv.data.shape, generator=generator))
     model = Model(SHAPE, ONE, make_groups(ONE, 0), weights, kv, interleave=1, max_context=TABLE, device=device)
-    nbytes = memory.compute_window_bytes(SHAPE, ONE, window, dtype.itemsize)
-    prefiller = Prefiller(model, backend=backend, tokens=512, window_bytes=nbytes)
+    with mock.patch.object(memory, "PREFILL_WINDOW", window):
+        prefiller = Prefiller(model, backend=backend, tokens=512)
     table = torch.arange(len(CHUNKS) * TABLE, dtype=torch.int32, device=device).view(len(CHUNKS), TABLE)
     return prefiller, table
 

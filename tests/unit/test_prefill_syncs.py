@@ -1,6 +1,7 @@
 """A step with prompt chunks on a simulated GPU: no call synchronises, and results agree with the CPU."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -34,8 +35,8 @@ def step(device: torch.device, window: int, run: DryRun | None = None) -> torch.
     generator = torch.Generator().manual_seed(0)
     kv.data.copy_(torch.randn(kv.data.shape, generator=generator))
     model = Model(SHAPE, ONE, make_groups(ONE, 0), weights, kv, interleave=1, max_context=24, device=device)
-    nbytes = memory.compute_window_bytes(SHAPE, ONE, window, 4)
-    prefiller = Prefiller(model, backend="sdpa", tokens=32, window_bytes=nbytes)
+    with mock.patch.object(memory, "PREFILL_WINDOW", window):
+        prefiller = Prefiller(model, backend="sdpa", tokens=32)
     table = torch.arange(4 * 20, dtype=torch.int32).view(4, 20).to(device)
     rows = [(c.slot, i) for c in CHUNKS for i in range(c.start, c.stop)] + [(0, 0)] * (ROWS - 17)
     slots, positions = torch.tensor(rows).T.contiguous().to(device)

@@ -9,6 +9,7 @@ import pytest
 
 from dcpbench.points.layout import Layout
 from dcpbench.reports import dataframes
+from dcpbench.reports.page import points
 from dcpbench.reports.page.points import build_page_data, build_points, format_brief
 from dcpbench.reports.page.render import list_charts
 from dcpbench.reports.plots import Picture
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 
-def data(tmp_path: Path, records: list[Record], **options: Any) -> dict[str, Any]:
-    return build_page_data(dataframes.load_frames([record_builder.write_records(tmp_path / "run", records)]), **options)
+def data(tmp_path: Path, records: list[Record]) -> dict[str, Any]:
+    return build_page_data(dataframes.load_frames([record_builder.write_records(tmp_path / "run", records)]))
 
 
 def picture(subject: str, mode: str, tmp_path: Path, alt: str = "") -> Picture:
@@ -73,8 +74,9 @@ def test_ratio_to_the_baseline_is_that_of_the_findings(tmp_path: Path) -> None:
     assert columns["baseline"] == [None, "tp4"]
 
 
-def test_number_of_points_is_limited_and_the_total_is_kept(tmp_path: Path) -> None:
-    found = data(tmp_path, mixed(), most=3)
+def test_number_of_points_is_limited_and_the_total_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points, "MAX_POINTS", 3)
+    found = data(tmp_path, mixed())
     assert (found["count"], found["total"], len(found["columns"]["model"])) == (3, 4, 3)
 
 

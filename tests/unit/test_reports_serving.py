@@ -378,7 +378,7 @@ class TestFindings:
 
     def test_highest_output_is_that_of_a_live_point(self, tmp_path: Path) -> None:
         """The replay has more output. It counts where nothing ran live."""
-        live, replay = exact(build.point(TP), 100), exact(replayed(build.point(TP)), 102)
+        live, replay = exact(build.make_point(TP), 100), exact(replayed(build.point(TP)), 102)
         assert "at most 100 output tok/s" in overview.format_answer(loaded(tmp_path / "both", live, replay))
         assert "at most 102 output tok/s" in overview.format_answer(loaded(tmp_path / "replay", replay))
 
@@ -510,7 +510,7 @@ class TestLabels:
         self, tmp_path: Path, many: int, labels: set[str]
     ) -> None:
         """8 clients send 16 requests, 2 each; 48 clients send 96, also 2 each, or 64."""
-        points = [build.point(TP, n, {"requests": requests}) for n, requests in ((8, 16), (48, many))]
+        points = [build.make_point(TP, n, {"requests": requests}) for n, requests in ((8, 16), (48, many))]
         read = loaded(tmp_path, *(exact(each, 100) for each in points))
         assert set(read.served["rest"]) == {f"400 in · 40 out{label}" for label in labels}
 

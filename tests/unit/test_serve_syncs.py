@@ -14,7 +14,7 @@ from dcpbench.engine.weights import load_weights
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Load, Point
 from dcpbench.syncs.dry_run import DryRun, dry_run, virtual_cuda
-from dcpbench.workloads.serve import Serving, _make_requests
+from dcpbench.workloads.serve import Serving, _is_token_read, _make_requests
 from dcpbench.workloads.serving_loop import Loop
 from dcpbench.workloads.session import Session
 from tests.unit import engine_builder as build
@@ -64,5 +64,6 @@ def test_serving_loop_waits_only_for_the_tokens_of_the_previous_step():
         loop, before = served(run)
     waits = run.syncs[before:]
     assert [w.allowed for w in waits] == [READ] * loop.counts.steps
+    assert all(map(_is_token_read, waits))
     assert 0 < loop.counts.decode_steps < loop.counts.steps
     assert all(s.is_finished for s in loop.traffic.samples)

@@ -15,7 +15,7 @@ from dcpbench.errors import DcpbenchError, ModelError
 from dcpbench.kernels.rope import compute_softmax_scale, make_rope_table
 from dcpbench.models import SHAPES, from_config, get_published_precision, load_shape, weight_formats
 from dcpbench.models.checkpoint_folder import check_checkpoint
-from dcpbench.models.weight_formats import FORMATS, UNQUANTISED
+from dcpbench.models.weight_formats import FORMATS, UNQUANTISED, UnknownFormat
 from dcpbench.plan import validate
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.device_probe import Probe
@@ -390,7 +390,7 @@ def test_other_quantisations_have_a_shape_but_no_sizes_or_checkpoint(
     """Layers can be planned in bf16 or fp8; reading the tensors raises an error with the field."""
     config = V3 | {"quantization_config": FP8 | changed}
     shape = from_config(config, Path("v3.json"))
-    assert not shape.is_sized
+    assert isinstance(shape.published, UnknownFormat)
     with pytest.raises(ModelError, match=r"that dcpbench cannot size .* --weights-dtype fp8 or bf16"):
         get_published_precision(shape)
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -39,7 +39,6 @@ class Calls:
     calls: Sequence[Run]  # one for each layer or step; together they are a pass
     check: Callable[[Run], str]  # runs a pass and compares with the reference; returns the difference, or nothing
     to_capture: Sequence[Run] | None = None  # calls that a CUDA graph holds instead of `calls`, if they differ
-    check_graph: Callable[[Run], str] | None = None  # `check` for a pass of `to_capture`
     written_bytes: int = 0  # bytes that a pass writes or reads, from which it follows whether the L2 cache is cold
     error: Callable[[], float] | None = None  # ‖x − ref‖ / ‖ref‖ of the last pass, if results are not bitwise equal
     work: OperatorCost | None = None  # minimum work of one call; None without a limit to compare with

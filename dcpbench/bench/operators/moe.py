@@ -140,7 +140,7 @@ class PreparedVariant:
     """A variant on its inputs."""
 
     call: Callable[[], tuple[torch.Tensor, ...]]
-    rows: Callable[..., torch.Tensor]  # function that converts the result of `call` to sorted rows
+    rows: Callable[..., torch.Tensor] = lambda y: y  # converts the result of `call` to sorted rows
     fused: bool = False  # true if gate-up includes silu(gate) · up
 
 
@@ -157,13 +157,11 @@ def prepare_triton(inputs: Inputs) -> PreparedVariant:
         *_, ends = prefill_experts.sort_by_expert(inputs.ids, 0, sizes.experts)
         return PreparedVariant(
             call=lambda: (prefill_experts.compute_grouped_gemm(rows_ID, weight, ends, gated=sizes.gated),),
-            rows=lambda y: y,
             fused=True,
         )
     plan = decode_experts.align_tokens_to_experts(inputs.ids, 0, sizes.experts)
     return PreparedVariant(
         call=lambda: (decode_experts.compute_grouped_gemm(inputs.x, weight, plan, sizes.top_k, gated=sizes.gated),),
-        rows=lambda y: y,
         fused=True,
     )
 
@@ -182,7 +180,7 @@ def prepare_scaled(inputs: Inputs, weight: Scaled) -> PreparedVariant:
             call=run_gate_up, rows=lambda data, scale: block_scaled.dequantize_rows(Scaled(data, scale)), fused=True
         )
     rows = block_scaled.quantize_rows(inputs.x)
-    return PreparedVariant(call=lambda: (scaled.compute_down(rows, weight, plan, top_k),), rows=lambda y: y)
+    return PreparedVariant(call=lambda: (scaled.compute_down(rows, weight, plan, top_k),))
 
 
 def prepare_int4(inputs: Inputs, weight: Int4) -> PreparedVariant:
@@ -191,7 +189,6 @@ def prepare_int4(inputs: Inputs, weight: Int4) -> PreparedVariant:
     plan = int4_experts.plan_products(inputs.ids, 0, sizes.experts)
     return PreparedVariant(
         call=lambda: (int4_experts.compute_grouped_gemm(inputs.x, weight, plan, sizes.top_k, gated=sizes.gated),),
-        rows=lambda y: y,
         fused=True,
     )
 
@@ -207,7 +204,7 @@ def prepare_torch(inputs: Inputs) -> PreparedVariant:
     rows_ID, weight = inputs.sorted_rows, inputs.weight.transpose(-2, -1)
     *_, ends = prefill_experts.sort_by_expert(inputs.ids, 0, inputs.sizes.experts)
     grouped_mm = torch._grouped_mm  # noqa: SLF001 - public only from 2.12 on
-    return PreparedVariant(call=lambda: (grouped_mm(rows_ID, weight, offs=ends),), rows=lambda y: y)
+    return PreparedVariant(call=lambda: (grouped_mm(rows_ID, weight, offs=ends),))
 
 
 def prepare_deepgemm(inputs: Inputs) -> PreparedVariant:

@@ -39,9 +39,7 @@ class MlaWeights:
     q_norm: torch.Tensor | None
     q_b: Linear | None
     kv_norm: torch.Tensor
-    w_uk: (
-        torch.Tensor
-    )  # [h, nope, R]: absorbs k's decompression into q; all heads of the DCP group if requested, as q_b
+    w_uk: torch.Tensor  # [h, nope, R]: absorbs k's decompression into q; all heads of the DCP group if requested
     w_uv: torch.Tensor  # [h, R, V]: decompresses the latent output; all heads of the DCP group if requested
     o: Linear
     post_norm: torch.Tensor
@@ -58,18 +56,13 @@ def load_mla(loader: Loader, prefix: str) -> MlaWeights:
     q_heads = loader.group if loader.replicated.query else loader.own
     v_heads = loader.group if loader.replicated.value else loader.own
     kv_a = linear(prefix + names.kv_a, (s.kv_width, s.hidden))
+    q_norm = q_b = None
     if s.q_lora is None:
-        q, q_norm, q_b = (
-            linear(prefix + names.q, **loader.select_heads(q_heads, s.qk_nope_head_dim + s.qk_rope_head_dim, s.hidden)),
-            None,
-            None,
-        )
+        q = linear(prefix + names.q, **loader.select_heads(q_heads, s.qk_head_dim, s.hidden))
     else:
         q = linear(prefix + names.q_a, (s.q_lora, s.hidden))
         q_norm = get(prefix + names.q_norm, (s.q_lora,))
-        q_b = linear(
-            prefix + names.q_b, **loader.select_heads(q_heads, s.qk_nope_head_dim + s.qk_rope_head_dim, s.q_lora)
-        )
+        q_b = linear(prefix + names.q_b, **loader.select_heads(q_heads, s.qk_head_dim, s.q_lora))
     loaded = loader.group if loader.replicated.query or loader.replicated.value else loader.own
     kv_b = _load_kv_up_projection(loader, prefix + names.kv_b, loaded)
     uk, uv = kv_b.unflatten(0, (len(loaded), s.qk_nope_head_dim + s.v_head_dim)).split(

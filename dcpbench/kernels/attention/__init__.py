@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
-from dcpbench.errors import MissingPackageError, UsageError, format_install_hint
+from dcpbench.errors import UsageError, explain_missing_library
 from dcpbench.kernels.e4m3 import ROUNDING
 from dcpbench.points.names import BACKENDS, LIBRARIES
 
@@ -126,19 +126,11 @@ def make_backend(name: str, spec: AttentionSpec) -> Backend:
 
         return TritonBackend(spec)
     if name == "flashinfer":
-        try:
+        with explain_missing_library("--backend", "flashinfer", "FlashInfer", "triton"):
             from dcpbench.kernels.attention.flashinfer_mla import FlashInferBackend
-        except ImportError as e:
-            raise MissingPackageError(
-                f"--backend flashinfer needs FlashInfer ({e}); {format_install_hint('flashinfer')}, or use --backend triton."
-            ) from e
         return FlashInferBackend(spec)
     if name == "flashmla":
-        try:
+        with explain_missing_library("--backend", "flashmla", "sgl-flash-mla 1.0", "triton"):
             from dcpbench.kernels.attention.flashmla_dense import FlashMlaBackend
-        except ImportError as e:
-            raise MissingPackageError(
-                f"--backend flashmla needs sgl-flash-mla 1.0 ({e}); {format_install_hint('flashmla')}, or use --backend triton."
-            ) from e
         return FlashMlaBackend(spec)
     raise UsageError(f"--backend {name} does not exist; choose one of {', '.join(BACKENDS)}.")

@@ -5,8 +5,14 @@ Behind them the pieces of requests that were cut are merged, which also answers 
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+
+LN_2 = math.log(2)
 
 
 @triton.jit
@@ -106,3 +112,44 @@ def merge_kernel(
             tl.store(o + row * R + c, (acc / safe).to(o.dtype.element_ty))
             if item % ACROSS == 0:
                 tl.store(lse + row, tl.where(total == 0.0, float("-inf"), (top + tl.log2(safe)) * ln2))
+
+
+def choose_merge_shape(pieces: int) -> tuple[int, int, int]:
+    """Return the columns and pieces per program of the merge, and its warps: one round trip to memory if possible.
+
+    `pieces` is how many a request has at most, all being equally long.
+    """
+    if pieces > 32:
+        return 64, 64, 4
+    return (128, 8, 1) if pieces > 4 else (256, 4, 1)
+
+
+class PartialOutputs:
+    """Hold the outputs of pieces of requests: `parts` programs have two each, of `heads` heads and `width` columns."""
+
+    def __init__(self, requests: int, parts: int, heads: int, width: int, device: torch.device) -> None:
+        self.requests, self.parts, self.heads, self.width = requests, parts, heads, width
+        self.o = torch.empty(2 * parts * heads, width, dtype=torch.float32, device=device)
+        self.lse = torch.empty(2 * parts * heads, dtype=torch.float32, device=device)
+        self.of_request = torch.zeros(requests, 2, dtype=torch.int32, device=device)  # `pieces_of` of merge_kernel
+
+    def merge(self, lengths: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, **options: Any) -> None:
+        """Merge the pieces of cut requests into `o` and `lse`; `options` are those of a launch."""
+        columns, step, warps = choose_merge_shape(self.parts // self.requests)
+        columns = min(columns, self.width)
+        programs = max(1, min(self.heads * self.width // columns, 4096 // self.requests))
+        merge_kernel[(self.requests, programs)](
+            self.o,
+            self.lse,
+            self.of_request,
+            lengths,
+            o,
+            lse,
+            self.heads,
+            LN_2,
+            R=self.width,
+            COLUMNS=columns,
+            STEP=step,
+            num_warps=warps,
+            **options,
+        )

@@ -11,14 +11,14 @@ import triton
 
 from dcpbench.errors import UsageError
 from dcpbench.kernels.attention import QUERIES, WEIGHTS, hopper_pairs
-from dcpbench.kernels.attention.partition import merge_kernel
+from dcpbench.kernels.attention.partition import LN_2, PartialOutputs
 from dcpbench.kernels.attention.plain_mla import plain_kernel
+from dcpbench.kernels.linear import count_multiprocessors
 
 if TYPE_CHECKING:
     from dcpbench.kernels.attention import AttentionSpec, DecodeSpec, Shards
 
 LOG2_E = math.log2(math.e)
-LN_2 = math.log(2)
 HOPPER_HEADS = 64  # heads of one program of the Hopper kernel: the rows of one warpgroup's product
 DIVISION = {"LEAST": hopper_pairs.MIN_TILES, "SLACK": hopper_pairs.SLACK}
 HOPPER = {"BLOCK_K": 64, "STAGES": 2, "P_SLOTS": 1, "LOAD_WARPS": 4, "REGS": (160, 136, 56)} | DIVISION
@@ -62,16 +62,6 @@ def choose_kernel(spec: AttentionSpec) -> str:
     return "hopper-fp8" if spec.fp8 else "hopper"
 
 
-def choose_merge_shape(pieces: int) -> tuple[int, int, int]:
-    """Return the columns and pieces per program of the merge, and its warps: one round trip to memory if possible.
-
-    `pieces` is how many a request has at most, all being equally long.
-    """
-    if pieces > 32:
-        return 64, 64, 4
-    return (128, 8, 1) if pieces > 4 else (256, 4, 1)
-
-
 class PageTables:
     """Page tables and local lengths of a batch in fixed buffers, written in place as captured graphs need it.
 
@@ -109,18 +99,11 @@ class TritonBackend:
         self.rounds = ROUNDS.get(self.kernel, ())
         self.heads = spec.query_length * spec.heads  # heads of a request's query rows, which share its KV rows
         self.block_h = HOPPER_HEADS if self.kernel != "plain" else min(64, max(16, triton.next_power_of_2(self.heads)))
-        programs = (
-            torch.cuda.get_device_properties(spec.device).multi_processor_count
-            if spec.device.type == "cuda"
-            else INTERPRETED_PARTS
-        )
+        programs = count_multiprocessors(spec.device, INTERPRETED_PARTS)
         self.head_blocks = triton.cdiv(self.heads, self.block_h)
         self.parts = max(1, programs // self.head_blocks)
         self.tables = PageTables(spec)
-        slots = 2 * self.parts * self.heads
-        self.part_o = torch.empty(slots, spec.latent, dtype=torch.float32, device=spec.device)
-        self.part_lse = torch.empty(slots, dtype=torch.float32, device=spec.device)
-        self.pieces_of = torch.zeros(spec.requests, 2, dtype=torch.int32, device=spec.device)
+        self.partial = PartialOutputs(spec.requests, self.parts, self.heads, spec.latent, spec.device)
 
     def plan(self, shards: Shards) -> None:
         """Implement Backend.plan."""
@@ -140,9 +123,9 @@ class TritonBackend:
             self.tables.pages,
             self.tables.lengths,
             self.tables.row_lengths,
-            self.part_o,
-            self.part_lse,
-            self.pieces_of,
+            self.partial.o,
+            self.partial.lse,
+            self.partial.of_request,
             o_BHR,
             lse_BH,
         )
@@ -185,20 +168,4 @@ class TritonBackend:
                 num_warps=8 if self.block_h == 64 else 4,
                 num_stages=2,
             )
-        columns, step, warps = choose_merge_shape(self.parts // batch)
-        columns = min(columns, spec.latent)
-        programs = max(1, min(heads * spec.latent // columns, 4096 // batch))
-        merge_kernel[(batch, programs)](
-            self.part_o,
-            self.part_lse,
-            self.pieces_of,
-            self.tables.lengths,
-            o_BHR,
-            lse_BH,
-            heads,
-            LN_2,
-            R=spec.latent,
-            COLUMNS=columns,
-            STEP=step,
-            num_warps=warps,
-        )
+        self.partial.merge(self.tables.lengths, o_BHR, lse_BH)

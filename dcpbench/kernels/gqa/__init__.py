@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.errors import MissingPackageError, UsageError, format_install_hint
+from dcpbench.errors import UsageError, explain_missing_library
 from dcpbench.kernels.attention import DecodeSpec, check_query_length
 from dcpbench.points.names import GQA_BACKENDS
 
@@ -52,12 +52,8 @@ def make_gqa_backend(name: str, spec: GqaSpec) -> Backend:
 
         return TritonGqa(spec)
     if name == "flashinfer":
-        try:
+        with explain_missing_library("--backend", "flashinfer", "FlashInfer", "triton"):
             from dcpbench.kernels.gqa.flashinfer_gqa import FlashInferGqa
-        except ImportError as e:
-            raise MissingPackageError(
-                f"--backend flashinfer needs FlashInfer ({e}); {format_install_hint('flashinfer')}, or use --backend triton."
-            ) from e
         return FlashInferGqa(spec)
     raise UsageError(
         f"--backend {name} has no kernel for grouped-query attention; choose one of {', '.join(GQA_BACKENDS)}."

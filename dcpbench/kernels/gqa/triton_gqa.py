@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from dcpbench.kernels.attention.partition import merge_kernel
-from dcpbench.kernels.attention.triton_mla import INTERPRETED_PARTS, LN_2, LOG2_E, PageTables, choose_merge_shape
+from dcpbench.kernels.attention.partition import LN_2, PartialOutputs
+from dcpbench.kernels.attention.triton_mla import INTERPRETED_PARTS, LOG2_E, PageTables
 from dcpbench.kernels.block_scaled import get_launch_options
 from dcpbench.kernels.gqa.decode_kernel import decode_kernel
 
@@ -71,10 +71,8 @@ class TritonGqa:
         self.parts = max(1, programs // self.head_blocks)
         self.launch_options = get_launch_options(spec.device)
         self.tables = PageTables(spec)
-        slots = 2 * self.parts * spec.query_length * spec.heads
-        self.part_o = torch.empty(slots, spec.head_dim, dtype=torch.float32, device=spec.device)
-        self.part_lse = torch.empty(slots, dtype=torch.float32, device=spec.device)
-        self.pieces_of = torch.zeros(spec.requests, 2, dtype=torch.int32, device=spec.device)
+        heads = spec.query_length * spec.heads  # of a request
+        self.partial = PartialOutputs(spec.requests, self.parts, heads, spec.head_dim, spec.device)
 
     def plan(self, shards: Shards) -> None:
         """Implement Backend.plan."""
@@ -86,16 +84,15 @@ class TritonGqa:
     def run(self, q_BHX: torch.Tensor, kv: torch.Tensor, o_BHX: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """Implement Backend.run."""
         spec, tiling, tables = self.spec, self.tiling, self.tables
-        batch, heads, width = spec.requests, spec.query_length * spec.heads, spec.head_dim
         decode_kernel[(self.parts * self.head_blocks,)](
             q_BHX,
             kv,
             tables.pages,
             tables.lengths,
             tables.row_lengths,
-            self.part_o,
-            self.part_lse,
-            self.pieces_of,
+            self.partial.o,
+            self.partial.lse,
+            self.partial.of_request,
             o_BHX,
             lse_BH,
             spec.scale * spec.kv_scale * LOG2_E,
@@ -103,12 +100,12 @@ class TritonGqa:
             LN_2,
             tables.pages.stride(0),
             spec.kv_heads,
-            batch,
+            spec.requests,
             self.parts,
             GROUP=spec.heads // spec.kv_heads,
-            X=width,
+            X=spec.head_dim,
             PAGE=spec.page_size,
-            BLOCK_B=max(32, triton.next_power_of_2(batch)),
+            BLOCK_B=max(32, triton.next_power_of_2(spec.requests)),
             BLOCK_G=self.block_g,
             BLOCK_K=tiling.rows,
             LEAST=2,
@@ -120,21 +117,4 @@ class TritonGqa:
             maxnreg=tiling.registers,
             **self.launch_options,
         )
-        columns, step, warps = choose_merge_shape(self.parts // batch)
-        columns = min(columns, width)
-        programs = max(1, min(heads * width // columns, 4096 // batch))
-        merge_kernel[(batch, programs)](
-            self.part_o,
-            self.part_lse,
-            self.pieces_of,
-            tables.lengths,
-            o_BHX,
-            lse_BH,
-            heads,
-            LN_2,
-            R=width,
-            COLUMNS=columns,
-            STEP=step,
-            num_warps=warps,
-            **self.launch_options,
-        )
+        self.partial.merge(tables.lengths, o_BHX, lse_BH, **self.launch_options)

@@ -27,6 +27,7 @@ from dcpbench.kernels.block_scaled import (
     make_store_arguments,
     store_quantised,
 )
+from dcpbench.kernels.linear import count_multiprocessors
 
 BLOCK_K = 64
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 56, 112, 192
@@ -462,7 +463,7 @@ def compute_grouped_gemm(x_ID: torch.Tensor, weight: torch.Tensor, ends: torch.T
     tiles, total = split_tiles(ends, len(x_ID), how.rows, how.more)
     out = torch.empty(len(x_ID), columns, dtype=x_ID.dtype, device=x_ID.device)
     flat = weight.flatten(0, 1)
-    programs = _count_multiprocessors(x_ID.device) if how.persistent else 0
+    programs = count_multiprocessors(x_ID.device, interpreted=3) if how.persistent else 0
     _product_kernel[(programs or tiles.shape[1] * triton.cdiv(columns, how.columns),)](
         TensorDescriptor.from_tensor(x_ID, [how.rows, how.step]),
         TensorDescriptor.from_tensor(x_ID, [how.more or how.rows, how.step]),
@@ -484,11 +485,6 @@ def compute_grouped_gemm(x_ID: torch.Tensor, weight: torch.Tensor, ends: torch.T
         num_warps=how.warps,
     )
     return out
-
-
-def _count_multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; 3 for the interpreter, which runs programs one after the other."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def choose_tiling(rows: int, depth: int, *, gated: bool) -> Tiling:

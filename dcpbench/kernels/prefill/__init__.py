@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
-from dcpbench.errors import MissingPackageError, UsageError, format_install_hint
+from dcpbench.errors import UsageError, explain_missing_library
 from dcpbench.points.names import PREFILLS
 
 if TYPE_CHECKING:
@@ -78,11 +78,7 @@ def make_prefill(name: str, spec: PrefillSpec) -> PrefillBackend:
 
         return SdpaPrefill(spec)
     if name == "flashinfer":
-        try:
+        with explain_missing_library("--prefill", "flashinfer", "FlashInfer", "sdpa"):
             from dcpbench.kernels.prefill.flashinfer_ragged import FlashInferPrefill
-        except ImportError as e:
-            raise MissingPackageError(
-                f"--prefill flashinfer needs FlashInfer ({e}); {format_install_hint('flashinfer')}, or use --prefill sdpa."
-            ) from e
         return FlashInferPrefill(spec)
     raise UsageError(f"--prefill {name} does not exist; choose one of {', '.join(PREFILLS)}.")

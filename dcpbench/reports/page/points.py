@@ -81,15 +81,15 @@ FIELDS = [  # numeric fields of a point on the page, in order
 ]
 
 
-def build_page_data(frames: Frames, most: int = MAX_POINTS) -> dict[str, Any]:
-    """Return the data for the scripts of the page: columns of the first `most` points, the looks of their series, and all names."""
+def build_page_data(frames: Frames) -> dict[str, Any]:
+    """Return the data for the scripts of the page: columns of the first MAX_POINTS points, the looks of their series, and all names."""
     tables = [table for table in (frames.points, frames.served) if len(table)]
     series = _Series(frames)
     extras = [_collect_ratios(frames), _collect_other_ratios(frames)]
     parts: list[Columns] = []
     count = 0
     for table in tables:
-        if len(part := table.head(max(most - count, 0))):
+        if len(part := table.head(max(MAX_POINTS - count, 0))):
             telling = [text or None for text in point_warnings.format_distinct_warnings(table)[: len(part)]]
             parts.append(_build_columns(part, extras, series) | {"telling": telling})
             count += len(part)
@@ -262,7 +262,6 @@ class _Series:
 
     def __init__(self, frames: Frames) -> None:
         self.looks: list[dict[str, Any]] = []
-        self._places: dict[tuple[str, ...], int] = {}
         self._styles: dict[bool, style.Style] = {}
         tables = {served: t for served, t in ((False, frames.points), (True, frames.served)) if len(t)}
         if tables:
@@ -273,16 +272,17 @@ class _Series:
         """Return the index of each row's series in `looks`."""
         look = self._styles[bool((table["mode"] != "decode").any())]
         keys = list(zip(*(table[name].astype(str) for name in LINE), strict=True))
+        places: dict[tuple[str, ...], int] = {}
         for key in dict.fromkeys(keys):
             _, layout, variant, run, label = key
             several = f", {run}" if len(look.runs) > 1 else ""
             name = format_brief(f"{label}{several}", MAX_NAME_CHARS)
             dash, symbol = look.find_places(layout, variant, run)
-            self._places[key] = len(self.looks)
+            places[key] = len(self.looks)
             self.looks.append(
                 {"name": name, "colour": format_css_colours(look.find_degrees(layout)), "dash": dash, "symbol": symbol}
             )
-        return [self._places[key] for key in keys]
+        return [places[key] for key in keys]
 
 
 def _make_commands(table: pd.DataFrame, points: list[Point]) -> list[str | None]:

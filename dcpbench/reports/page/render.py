@@ -13,7 +13,7 @@ from urllib.parse import quote
 from markupsafe import Markup
 
 from dcpbench.reports.answer import describe_functional
-from dcpbench.reports.page.points import MAX_POINTS, build_page_data, format_brief
+from dcpbench.reports.page.points import build_page_data, format_brief
 from dcpbench.reports.plots import KV
 from dcpbench.reports.sections import FOLDED
 from dcpbench.show import web
@@ -71,20 +71,14 @@ def list_charts(pictures: Iterable[Picture]) -> list[Chart]:
 
 
 def render_page(
-    title: str,
-    sections: Sequence[Section],
-    frames: Frames,
-    *,
-    most: int = MAX_POINTS,
-    pictures: bool = True,
-    plotly: str = "",
+    title: str, sections: Sequence[Section], frames: Frames, *, pictures: bool = True, plotly: str = ""
 ) -> str:
-    """Return the page, with charts of `most` points, and with `pictures` for readers without scripts.
+    """Return the page, with charts of up to points.MAX_POINTS points, and with `pictures` for readers without scripts.
 
     `plotly` is the address, from the page, of a plotly.js that several pages share; without one the page contains it.
     Strings from records are escaped here, or by web.format_json_block.
     """
-    data = build_page_data(frames, most)
+    data = build_page_data(frames)
     drawn = [chart for section in sections for chart in list_charts([*section.first, *section.pictures])]
     with_charts = [section.slug for section in sections if list_charts(section.pictures)]
     data["charts"] = [{"slug": c.slug, "kind": c.kind, "workload": c.workload, "mode": c.mode} for c in drawn]
