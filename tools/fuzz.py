@@ -60,7 +60,7 @@ class Counts:
     examples: list[str] = dataclasses.field(default_factory=list)
 
     @property
-    def violations(self) -> int:
+    def violation_count(self) -> int:
         """Return the number of all violations."""
         return self.wrong + self.slow + self.memory
 
@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = [dataclasses.asdict(t) | {"seed": args.seed} for t in all_counts]
         args.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     total = sum(t.inputs for t in found.values())
-    violations = sum(t.violations for t in all_counts)
+    violations = sum(t.violation_count for t in all_counts)
     print(f"{total:,} inputs over {len(kinds)} kinds, {violations} violations")
     return 1 if violations or total < args.inputs else 0
 

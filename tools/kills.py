@@ -83,7 +83,7 @@ class Count:
     by_target: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     @property
-    def violations(self) -> int:
+    def violation_count(self) -> int:
         """Return the number of all violations."""
         return self.lost + self.duplicated + self.alive + self.refused + self.late + self.other
 
@@ -362,7 +362,7 @@ def main(arguments: list[str] | None = None) -> int:
     kills.write_row(
         count=fields, points=args.points, ranks="quick" if args.quick else "real", minutes=round(minutes, 1)
     )
-    return 1 if count.violations or count.kills < args.kills else 0
+    return 1 if count.violation_count or count.kills < args.kills else 0
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ class TestStreams:
         assert self.python(tmp_path, "raise KeyboardInterrupt").returncode == 130
 
     def test_ascii_stdout_gets_a_table(self, tmp_path: Path) -> None:
-        done = self.python(tmp_path, "return b.report(b.site())", PYTHONIOENCODING="ascii")
+        done = self.python(tmp_path, "return b.make_report(b.make_site())", PYTHONIOENCODING="ascii")
         assert done.returncode == 1
         assert b"check_all" in done.stdout
 
@@ -194,7 +194,7 @@ class TestStreams:
             show("at once again")
         captured = capsys.readouterr()
         assert (captured.out, captured.err) == ("", "reading \\x1b[31m.json\n")
-        done = self.python(tmp_path, "progress('x')\n    return b.report()")
+        done = self.python(tmp_path, "progress('x')\n    return b.make_report()")
         assert done.returncode == 0
         assert b"x" not in done.stdout.splitlines()
 
@@ -342,7 +342,7 @@ def test_terminal_gets_colours_links_and_its_own_width(tmp_path: Path) -> None:
     (tmp_path / "t.json").touch()
     code = (
         "from dcpbench import cli\nfrom dcpbench.syncs import scan\nfrom tests.unit import syncs_builder as b\n"
-        "scan.scan_traces = lambda *a, **k: b.report(b.site())\ncli.main(['syncs', 'scan', 't.json'])"
+        "scan.scan_traces = lambda *a, **k: b.make_report(b.make_site())\ncli.main(['syncs', 'scan', 't.json'])"
     )
     master, slave = pty.openpty()
     env = {**os.environ, "COLUMNS": "60", "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}

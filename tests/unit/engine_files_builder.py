@@ -175,6 +175,13 @@ def make_inferencex_row(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+MAKERS = {
+    "vllm": make_vllm_result,
+    "sglang": make_sglang_result,
+    "inferencex": make_inferencex_row,
+}  # by engine of an import
+
+
 def make_details() -> dict[str, Any]:
     """Return the lists that both formats have."""
     return {

@@ -336,7 +336,7 @@ class TestPoint:
     @pytest.mark.parametrize("engine", ["vllm", "sglang"])
     @pytest.mark.parametrize("rate", ["inf", float("inf"), None], ids=str)
     def test_infinite_request_rate_is_a_closed_loop(self, engine: str, rate: Any, tmp_path: Path) -> None:
-        record, _ = one(tmp_path, engine, getattr(files, engine)(request_rate=rate))
+        record, _ = one(tmp_path, engine, files.MAKERS[engine](request_rate=rate))
         assert record.point.load
         assert (record.point.load.arrival, record.point.load.request_rate) == ("closed", None)
 
@@ -643,7 +643,7 @@ class TestUnread:
 
     @pytest.mark.parametrize("engine", ["vllm", "sglang"])
     def test_all_fields_of_the_tools_are_known(self, engine: str, tmp_path: Path) -> None:
-        result = getattr(files, engine)()
+        result = files.MAKERS[engine]()
         path = files.write_file(tmp_path, result, files.remove_details(result))
         notes = " ".join(import_files([path], engine, tmp_path / "run", Overrides()).notes)
         assert "Not read" not in notes

@@ -296,7 +296,7 @@ class TestChunks:
 
     @pytest.mark.parametrize("engine", ["vllm", "sglang", "inferencex"])
     def test_one_token_per_chunk_is_not_marked(self, engine: str, tmp_path: Path) -> None:
-        result = getattr(files, engine)()
+        result = files.MAKERS[engine]()
         record, found = one(tmp_path, engine, files.remove_details(result))
         assert "chunk_gaps" not in record.warnings
         assert found.tpot_ms.p50 is not None
@@ -461,7 +461,7 @@ class TestUnreadable:
 def test_percentile_of_50_is_the_median(engine: str, tmp_path: Path) -> None:
     """The result has --metric-percentiles 50,90,99 without the median, which newer versions always write."""
     name, unit = ("median_ttft", "") if engine == "inferencex" else ("median_ttft_ms", "_ms")
-    result = files.remove_details(getattr(files, engine)())
+    result = files.remove_details(files.MAKERS[engine]())
     value = result.pop(name)
     done, (record,) = run(tmp_path, files.write_file(tmp_path, result | {f"p50_ttft{unit}": value}), engine)
     assert record.serve

@@ -34,7 +34,7 @@ class Case:
     name: str
     run: Callable[[], Any]
 
-    def backward(self, result: Any) -> Callable[[], None] | None:
+    def make_backward(self, result: Any) -> Callable[[], None] | None:
         """Return the backward pass of the result; None if it has no gradient."""
         tensors = [t for t in _list_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad and t.grad_fn]
         tensors = [t for t in tensors if t.layout == torch.strided]

@@ -126,15 +126,15 @@ def measure_group(group: str) -> dict[str, Any]:
 def _measure_case(case: Case, meter: Meter, seen: collections.Counter[str]) -> None:
     with torch.autograd.set_multithreading_enabled(False):
         result = case.run()
-        backward = case.backward(result)
+        backward = case.make_backward(result)
         if backward:
             backward()
         result = meter.time(case.name, case.run, leaf=False)
-        backward = case.backward(result)
+        backward = case.make_backward(result)
         if backward:
             meter.time(f"{case.name} backward", backward, leaf=False)
         with Leaves(meter, seen):
-            backward = case.backward(case.run())
+            backward = case.make_backward(case.run())
             if backward:
                 backward()
 

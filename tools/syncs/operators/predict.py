@@ -31,7 +31,7 @@ def predict(group: str) -> dict[str, Any]:
                     break
                 result, waits, unmeasured = _watch(run, case.run)
                 calls.append({"what": case.name, "waits": waits, "unmeasured": unmeasured})
-                backward = case.backward(result)
+                backward = case.make_backward(result)
                 if backward:
                     _, waits, unmeasured = _watch(run, backward)
                     calls.append({"what": f"{case.name} backward", "waits": waits, "unmeasured": unmeasured})
