@@ -30,6 +30,7 @@ from dcpbench.servers.prompt_format import (
     find_prompt_format,
 )
 from dcpbench.serving.requests import ServeRequest
+from tests.servers.test_answers import streamed
 from tests.unit import record_builder, serve_record_builder
 
 if TYPE_CHECKING:
@@ -699,6 +700,29 @@ def test_run_without_tokens_states_why_it_ended(
     )
     assert record.outcome == "failed"
     assert (record.reason or "").endswith(reason)
+
+
+@pytest.mark.parametrize(("limit_s", "requests", "cut"), [(9.0, 2, True), (9.0, 1, False), (None, 2, False)])
+def test_load_is_cut_off_if_its_limit_left_requests_unsent(
+    tmp_path: Path, limit_s: float | None, requests: int, cut: bool
+) -> None:
+    """One request was sent, and answered."""
+    load = [
+        ServeRequest(number=n, prompt=np.zeros(4, np.int32), output_tokens=1, arrival_s=None) for n in range(requests)
+    ]
+    answer = streamed({"choices": [{"index": 0, "text": "a", "finish_reason": "length"}]}, requested=1)
+    run = SimpleNamespace(outcomes=[Outcome(Call(0, b"", 1), -1.0, answer=answer, ended=True)], start_s=-1.0, paces=[])
+    server = measure.MeasuredServer(
+        config=measure.ClientConfig(target=Target.from_url("http://127.0.0.1:9")),
+        info=info.ServerInfo(),
+        prompt_format=PromptFormat(endpoint="completions", model="m", extras={}, vocab=9),
+        settings=Settings(limit_seconds=limit_s),
+        folder=tmp_path,
+    )
+    record = measure._make_record(
+        serve_record_builder.point(), server, measure._LoadState(load, run=run), failed="", stopped=False
+    )
+    assert (record.outcome, "cut_off" in record.warnings) == ("ok", cut)
 
 
 @pytest.mark.parametrize(
