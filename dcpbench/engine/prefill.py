@@ -27,7 +27,7 @@ import torch
 
 from dcpbench.errors import UsageError
 from dcpbench.exchange.prefix import Gatherer, Task, allocate_symmetric
-from dcpbench.kernels.kv_gather import make_request_table
+from dcpbench.kernels.kv_gather import copy_to_device, make_request_table
 from dcpbench.kernels.kv_indices import write_pages
 from dcpbench.kernels.kv_up_proj import gather_rows
 from dcpbench.kernels.merge import merge_attn_states
@@ -232,9 +232,7 @@ class Prefiller:
     def _make_numbers(self, places: list[np.ndarray]) -> Sequence[torch.Tensor]:
         """Return AttendedKeys.numbers of the calls, with their stored rows numbered consecutively."""
         host = torch.from_numpy(np.concatenate([part for one in places for part in ([len(one)], one)]).astype(np.int32))
-        if self.device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self.device, non_blocking=True).split([1 + len(one) for one in places])
+        return copy_to_device(host, self.device).split([1 + len(one) for one in places])
 
     def _make_key_set(
         self, call: Call, lengths: list[int], numbers: torch.Tensor, stored: torch.Tensor
@@ -259,9 +257,7 @@ class Prefiller:
             return rows
         absent = [0] * (MIN_PREFIXES - len(slots))
         numbers = torch.tensor([slots + absent, lengths + absent], dtype=torch.int32)
-        if self.device.type == "cuda":
-            numbers = numbers.pin_memory()
-        slots_B, lengths_B = numbers.to(self.device, non_blocking=True)
+        slots_B, lengths_B = copy_to_device(numbers, self.device)
         ends, shares = torch.empty(2, len(slots_B) + 1, dtype=torch.int32, device=self.device)
         write_pages(rows, ends, shares, table_SC, slots_B, lengths_B, self.shard)
         return rows

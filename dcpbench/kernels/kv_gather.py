@@ -31,7 +31,11 @@ UNIT = 16  # bytes that a thread reads at once; rows and addresses are multiples
 def make_request_table(prefix: Prefix, device: torch.device) -> torch.Tensor:
     """Return int32 [requests, 1 + N]: each request's start and its first row in each rank's part. No host sync."""
     columns = [prefix.starts, *(prefix.list_first_rows(rank) for rank in range(prefix.dcp))]
-    host = torch.tensor(columns, dtype=torch.int32)[:, :-1].T.contiguous()
+    return copy_to_device(torch.tensor(columns, dtype=torch.int32)[:, :-1].T.contiguous(), device)
+
+
+def copy_to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of a tensor on the device, without waiting for it."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
