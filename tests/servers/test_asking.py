@@ -30,7 +30,7 @@ from dcpbench.servers.prompt_format import (
     find_prompt_format,
 )
 from dcpbench.serving.requests import ServeRequest
-from tests.servers.test_answers import streamed
+from tests.servers.test_answers import read_stream
 from tests.unit import record_builder, serve_record_builder
 
 if TYPE_CHECKING:
@@ -710,7 +710,7 @@ def test_load_is_cut_off_if_its_limit_left_requests_unsent(
     load = [
         ServeRequest(number=n, prompt=np.zeros(4, np.int32), output_tokens=1, arrival_s=None) for n in range(requests)
     ]
-    answer = streamed({"choices": [{"index": 0, "text": "a", "finish_reason": "length"}]}, requested=1)
+    answer = read_stream({"choices": [{"index": 0, "text": "a", "finish_reason": "length"}]}, requested=1)
     run = SimpleNamespace(outcomes=[Outcome(Call(0, b"", 1), -1.0, answer=answer, ended=True)], start_s=-1.0, paces=[])
     server = measure.MeasuredServer(
         config=measure.ClientConfig(target=Target.from_url("http://127.0.0.1:9")),
@@ -720,7 +720,7 @@ def test_load_is_cut_off_if_its_limit_left_requests_unsent(
         folder=tmp_path,
     )
     record = measure._make_record(
-        serve_record_builder.point(), server, measure._LoadState(load, run=run), failed="", stopped=False
+        serve_record_builder.make_point(), server, measure._LoadState(load, run=run), failed="", stopped=False
     )
     assert (record.outcome, "cut_off" in record.warnings) == ("ok", cut)
 

@@ -217,7 +217,7 @@ class TestVllm:
 
     def test_speculative_decoding_has_the_field_of_each_tool(self) -> None:
         """Drafts are of the point, of a server's counters, or of an import's settings."""
-        m = files.served()
+        m = files.make_served_point()
         assert m.record.serve
         drafts = SpeculationMetrics(draft_tokens=3, tokens_per_step=2.2)
         for settings, mtp, found, method in (

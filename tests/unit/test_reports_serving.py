@@ -378,7 +378,7 @@ class TestFindings:
 
     def test_highest_output_is_that_of_a_live_point(self, tmp_path: Path) -> None:
         """The replay has more output. It counts where nothing ran live."""
-        live, replay = exact(build.make_point(TP), 100), exact(replayed(build.point(TP)), 102)
+        live, replay = exact(build.make_point(TP), 100), exact(replayed(build.make_point(TP)), 102)
         assert "at most 100 output tok/s" in overview.format_answer(loaded(tmp_path / "both", live, replay))
         assert "at most 102 output tok/s" in overview.format_answer(loaded(tmp_path / "replay", replay))
 

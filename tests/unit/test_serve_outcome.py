@@ -73,7 +73,7 @@ class TestMetrics:
 
     def test_failed_request_is_in_flight_until_it_failed(self) -> None:
         """As above, but a server broke off the last answer after 3 of 8 tokens, at 11 s: both clients are busy until then."""
-        traffic, steps = build.serve([build.request(i) for i in range(4)], concurrency=2)
+        traffic, steps = build.serve([build.make_request(i) for i in range(4)], concurrency=2)
         broken = traffic.samples[-1]
         broken.token_s, broken.failed = broken.token_s[:3], "closed"
         got = compute_metrics((traffic, steps))

@@ -36,7 +36,7 @@ def judge(report: Report, **gate: Any) -> Verdict:
 
 def test_verdict_leaves_the_report_as_it_is() -> None:
     """Only `apply_permissions` sets `allowed`, so that a verdict can be computed again and for another gate."""
-    report = build.all_kinds()
+    report = build.make_report_of_all_kinds()
     before = copy.deepcopy(report)
     gate = Gate(root=NOWHERE, allow=(Allow(function="sample", reason="made", source="allow[0]"),))
     verdicts = [compute_verdict(report, gate) for _ in range(2)]

@@ -174,8 +174,8 @@ def write_program(folder: Path, functions: int) -> Report:
     """Write a program of so many functions, and return a report in which each of them waits, judged by no limit."""
     body = "def f{0}(x):\n    x.item()  # dcpbench: allow-sync\n\n"
     (folder / "m.py").write_text("".join(body.format(i) for i in range(functions)))
-    sites = [build.site(f"{i}", function=f"f{i}", file="m.py", line=3 * i + 1) for i in range(functions)]
-    return build.report(*sites)
+    sites = [build.make_site(f"{i}", function=f"f{i}", file="m.py", line=3 * i + 1) for i in range(functions)]
+    return build.make_report(*sites)
 
 
 @pytest.mark.parametrize("step", ["call lines", "verdict", "baseline", "per step", "diff", *FORMATS])
