@@ -46,9 +46,8 @@ if TYPE_CHECKING:
     BackendFactory = Callable[[str, AttentionSpec], Backend]  # signature of kernels.attention.make_backend
 
 KERNELS_FOLDER = Path("dcpbench/kernels/attention")  # folder of the kernels in a checkout
-MODULES = (  # modules of a version, each after the modules that it imports
-    *("partition", "plain_mla", "hopper_mla", "hopper_mla_fp8", "hopper_pairs", "triton_mla"),
-)
+MODULES = ("partition", "plain_mla", "hopper_mla", "hopper_mla_fp8", "hopper_pairs", "triton_mla")
+"""Modules of a version, each after the modules that it imports."""
 CASES = "8x8192,48x8192,8x32768,48x32768"
 
 
