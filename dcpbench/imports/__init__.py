@@ -255,6 +255,9 @@ def check_overrides(overrides: Overrides) -> None:
     for name in ("input_len", "output_len"):
         if (length := getattr(overrides, name)) is not None and not 1 <= length <= MAX_TOKENS:
             raise UsageError(f"{format_flag(name)} {length} is no length; try {format_flag(name)} 1024.")
+    for name in OUTER_DEGREES:  # which other commands have as keys of --stages
+        if not 1 <= (degree := overrides.degrees.get(name, 1)) <= MAX_RANKS:
+            raise UsageError(f"--{name} {degree} is not from 1 to {MAX_RANKS:,}; try --{name} 2.")
     if overrides.tp is not None:
         Layout(**overrides.degrees)  # raises LayoutError, which is a UsageError
     elif given := [f"--{name}" for name in overrides.degrees]:

@@ -298,7 +298,7 @@ def test_idle_time_is_a_range_of_percentages_of_a_step() -> None:
 
 
 def test_sentence_about_floors_is_empty_without_floors() -> None:
-    assert floors.format_short_sentence(pd.DataFrame({"label": ["tp4"]})) == ""
+    assert floors.format_short_sentence(pd.DataFrame({"label": ["tp4"], "floor_share": [math.nan]})) == ""
     assert floors.format_short_sentence(pd.DataFrame({"floor_share": [float("nan")]})) == ""
 
 
@@ -539,7 +539,7 @@ def test_narrow_terminal_drops_columns_in_this_order() -> None:
         ("p99", 1),
     ]
     served = decoded | {"ttft_p50_ms": 1.0, "ttft_p99_ms": 1.0, "request_goodput": 0.5, "load_arrival": "closed"}
-    served |= {"kv_tokens_of_all": 655_360.0, "tokens_per_step": math.nan}
+    served |= {"kv_tokens_of_all": 655_360.0, "tokens_per_step": math.nan, "tpot_p50_ms": 1.0}
     found = [(c.name, c.drop) for c in terminal_tables._make_served_columns("closed", pd.DataFrame([served]))]
     assert found[-8:] == [
         ("tok/s", None),
