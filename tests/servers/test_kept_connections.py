@@ -39,16 +39,19 @@ class Serving:
         self._listening.close()
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):
-            first, _ = self._listening.accept()
-            self.requests.append(first.recv(1 << 16))
-            first.sendall(ANSWER)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as accepted:
+            first = self._accept_and_answer(accepted)
             self.then(first)
             self.done.set()
             while True:
-                other, _ = self._listening.accept()
-                self.requests.append(other.recv(1 << 16))
-                other.sendall(ANSWER)
+                self._accept_and_answer(accepted)
+
+    def _accept_and_answer(self, accepted: contextlib.ExitStack) -> socket.socket:
+        """Answer the first request of the next connection, which `accepted` closes."""
+        connection = accepted.enter_context(self._listening.accept()[0])
+        self.requests.append(connection.recv(1 << 16))
+        connection.sendall(ANSWER)
+        return connection
 
 
 def close(sock: socket.socket) -> None:
