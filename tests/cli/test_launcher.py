@@ -103,11 +103,11 @@ def test_failed_hung_and_killed_points_are_recorded_and_others_are_measured(
     ]
     raised, hung, killed = records[1:4]
     assert "rank 1: ValueError: no such row in tiny. Read logs/tp2-0" in format_reason(raised)
-    assert "misbehave" in raised.detail["traceback"]
+    assert "cause_failure" in raised.detail["traceback"]
     assert raised.detail["exit_code"] == "1"
     assert "no sign of life for 300 s in stage 'measure'" in str(hung.reason)
-    assert "misbehave" in hung.detail["stacks_rank_0"]
-    assert "misbehave" in hung.detail["stacks_rank_1"]
+    assert "cause_failure" in hung.detail["stacks_rank_0"]
+    assert "cause_failure" in hung.detail["stacks_rank_1"]
     assert "rank 1 was killed by signal 9 (out of memory" in str(killed.reason)
     assert [e.stage for e in seen if e.stage in ("done", "failed", "hung")] == [
         "done",
@@ -138,7 +138,7 @@ def test_point_that_is_added_to_a_job_and_hangs_is_recorded(tmp_path: Path, monk
 
     first, hung = read_records(tmp_path)
     assert list_outcomes([first, hung]) == [(2, 100, "ok"), (2, 66, "hung")]
-    assert "misbehave" in hung.detail["stacks_rank_1"]
+    assert "cause_failure" in hung.detail["stacks_rank_1"]
     assert len(list(tmp_path.glob("job-*.json"))) == 1
 
 
@@ -161,7 +161,7 @@ def test_ranks_that_hang_after_their_last_point_are_killed_without_loss(
     (note,) = (e.note for e in seen if e.stage == "stopped")
     assert "all is measured, but its ranks had not ended 60 s later; dcpbench ends them. Where they stood: " in note
     kept = Path(note.rpartition(": ")[2])
-    assert any("wait_for_the_end" in f.read_text() for f in kept.glob("stacks*"))
+    assert any("wait_for_end" in f.read_text() for f in kept.glob("stacks*"))
 
 
 @pytest.mark.long

@@ -94,7 +94,7 @@ def find_run_processes(run: Path) -> list[str]:
 def find_remains(submitted: Submitted) -> list[str]:
     """Return the queue entries, processes and secret that remain of a job."""
     secret = submitted.run / "submit" / "secret"
-    queued = submitted.cluster.ask("squeue", "--noheader")
+    queued = submitted.cluster.run_command("squeue", "--noheader")
     return [*queued.splitlines(), *find_run_processes(submitted.run), *([str(secret)] if secret.exists() else [])]
 
 
@@ -165,7 +165,7 @@ def test_requeued_job_measures_only_the_remaining_points(cluster: TwoNodes, tmp_
     run = tmp_path / "run"
     submitted = Submitted(cluster, run, *SWEEP, "--context", "100,200", "--seconds", "4")
     submitted.until(lambda: count_records(run) >= 1)
-    cluster.ask("scontrol", "requeue", submitted.job)
+    cluster.run_command("scontrol", "requeue", submitted.job)
     code, output = submitted.ended()
     assert code == 0, output
     assert "begun again 1 time" in output
