@@ -510,10 +510,11 @@ def _make_record(point: Point, running: Running, end: _JobEnd, options: JobOptio
     if detail.get("error") not in retry.OURS:
         how = retry.format_retry_options(before + 1, options.retries)
         again = f", then try again with {how}" if options.kind == "sweep" else ""
-        advice = f"Read {detail['log']} in the run's folder{again}"
+        log = f"{detail['log']} in the run's folder{again}"
+        advice = f"Read {log}"
         if end.over_s:
             advice = (
-                f"It may only be slow: allow more time with --timeout point={2 * end.over_s:g}. Otherwise r{advice[1:]}"
+                f"It may only be slow: allow more time with --timeout point={2 * end.over_s:g}. Otherwise read {log}"
             )
     warnings = ["cpu"] if options.device == "cpu" else []
     return Record(

@@ -178,11 +178,10 @@ class Layout:
         tries: list[tuple[str, dict[str, int]]] = [("", {})]
         if name == "tp":
             tries.append((" with --dp 1 and --dcp 1", {"dp": 1, "dcp": 1}))
-        option = f"--stages {name}=" if name in OUTER_DEGREES else f"--{name} "
         for others, degrees in tries:
             values = range(1, MAX_SUGGESTED + 1)
             if found := [n for n in values if self.accepts(shape, ep, **{name: n}, **degrees)]:
-                return f"{option}{_format_values(found)}{others}"
+                return f"{format_setting(name, _format_values(found))}{others}"
         return ""
 
     def find_problem(self, shape: ModelShape, ep: str) -> Problem | None:

@@ -100,15 +100,16 @@ def _remove_problems(record: Record, decode: Decode) -> Record:
         else:
             return found
         part, _, name = problem.field.partition(".")
-        if part in ("point", "outcome"):  # which a record cannot lack
-            raise UsageError(f"{problem}; give another value.")
         value = getattr(found, part)
-        if name or part in MEASURED:
-            changes: dict[str, Any] = {part: None}
-        else:
-            changes = {
-                part: dict(list(value.items())[:MAX_ENTRIES]) if isinstance(value, dict) else value[:MAX_ENTRIES]
-            }
+        changes: dict[str, Any]
+        if part != "point" and (name or part in MEASURED):
+            changes = {part: None}
+        elif isinstance(value, dict):
+            changes = {part: dict(list(value.items())[:MAX_ENTRIES])}
+        elif isinstance(value, list):
+            changes = {part: value[:MAX_ENTRIES]}
+        else:  # a value that no record can lack
+            raise UsageError(f"{problem}; give another value.")
         now = msgspec.structs.replace(found, **changes)
         found = _add_omitted(now, _list_lost_parts(found, now), [problem])
 

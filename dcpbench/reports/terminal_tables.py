@@ -245,7 +245,7 @@ def _format_notes(points: pd.DataFrame) -> list[str]:
     preempted = points[points["preemptions"] > 0]
     clauses = [f"{format_whole(p['preemptions'])} with {p['label']} at {p['arrival']}" for _, p in preempted.iterrows()]
     notes += [f"preemptions: {', '.join(clauses)}"] if clauses else []
-    ended_early = points[points["warnings"].map(lambda warnings: "cut_off" in warnings)]
+    ended_early = points[point_warnings.has_warning(points, "cut_off")]
     unsent = (ended_early["load_requests"] - ended_early["submitted"]).sum()
     cut, rejected = points["cancelled"].sum(), points["rejected"].sum()
     if cut or rejected or unsent:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http
 import http.client
 import itertools
 import json
@@ -129,7 +128,7 @@ class Server:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
         try:
             connection.request("GET", self.ready)
-            return connection.getresponse().status == http.HTTPStatus.OK
+            return connection.getresponse().status == http.client.OK
         except (OSError, http.client.HTTPException):
             return False
         finally:

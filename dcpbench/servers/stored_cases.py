@@ -46,7 +46,7 @@ class CaseSource(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def assumption(self) -> str:
-        """Return what is assumed of the server if cases are taken over; empty if its flags are known to be the same."""
+        """Return the assumption under which cases are taken over; empty if the server is known to have the same flags."""
         if self.server.get("command") or self.started_s is not None:
             return ""
         return "Flags that the server does not report are assumed unchanged."

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.launch.jobs import Progress
+    from dcpbench.records.record import Record
 
     Answers = Callable[[str, dict[str, Any]], tuple[int, object]]
 
@@ -664,6 +665,21 @@ def test_record_of_a_cpu_server_has_a_warning(tmp_path: Path, device: str, warni
         assert (record.origin, record.environment.device_count, record.metrics) == ("vllm", 4, None)
 
 
+def make_load_record(
+    folder: Path, limit_s: float | None, load: list[ServeRequest], run: SimpleNamespace, *, stopped: bool = False
+) -> Record:
+    """Return the record of a load that a server without a process was sent."""
+    server = measure.MeasuredServer(
+        config=measure.ClientConfig(target=Target.from_url("http://127.0.0.1:9")),
+        info=info.ServerInfo(),
+        prompt_format=PromptFormat(endpoint="completions", model="m", extras={}, vocab=9),
+        settings=Settings(limit_seconds=limit_s),
+        folder=folder,
+    )
+    state = measure._LoadState(load, run=run)  # type: ignore[arg-type]
+    return measure._make_record(serve_record_builder.make_point(), server, state, failed="", stopped=stopped)
+
+
 @pytest.mark.parametrize(
     ("stopped", "limit_s", "reason"),
     [
@@ -681,23 +697,9 @@ def test_run_without_tokens_states_why_it_ended(
     tmp_path: Path, stopped: bool, limit_s: float | None, reason: str
 ) -> None:
     """A signal before the first token is no reason to suggest a longer time limit."""
-    point = serve_record_builder.make_point()
     request = ServeRequest(number=0, prompt=np.zeros(4, np.int32), output_tokens=4, arrival_s=None)
     run = SimpleNamespace(outcomes=[Outcome(Call(0, b"", 4), 1.0)], start_s=1.0, paces=[])
-    server = measure.MeasuredServer(
-        config=measure.ClientConfig(target=Target.from_url("http://127.0.0.1:9")),
-        info=info.ServerInfo(),
-        prompt_format=PromptFormat(endpoint="completions", model="m", extras={}, vocab=9),
-        settings=Settings(limit_seconds=limit_s),
-        folder=tmp_path,
-    )
-    record = measure._make_record(
-        point,
-        server,
-        measure._LoadState([request], run=run),  # type: ignore[arg-type]
-        failed="",
-        stopped=stopped,
-    )
+    record = make_load_record(tmp_path, limit_s, [request], run, stopped=stopped)
     assert record.outcome == "failed"
     assert (record.reason or "").endswith(reason)
 
@@ -712,16 +714,7 @@ def test_load_is_cut_off_if_its_limit_left_requests_unsent(
     ]
     answer = read_stream({"choices": [{"index": 0, "text": "a", "finish_reason": "length"}]}, requested=1)
     run = SimpleNamespace(outcomes=[Outcome(Call(0, b"", 1), -1.0, answer=answer, ended=True)], start_s=-1.0, paces=[])
-    server = measure.MeasuredServer(
-        config=measure.ClientConfig(target=Target.from_url("http://127.0.0.1:9")),
-        info=info.ServerInfo(),
-        prompt_format=PromptFormat(endpoint="completions", model="m", extras={}, vocab=9),
-        settings=Settings(limit_seconds=limit_s),
-        folder=tmp_path,
-    )
-    record = measure._make_record(
-        serve_record_builder.make_point(), server, measure._LoadState(load, run=run), failed="", stopped=False
-    )
+    record = make_load_record(tmp_path, limit_s, load, run)
     assert (record.outcome, "cut_off" in record.warnings) == ("ok", cut)
 
 
